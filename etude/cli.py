@@ -283,8 +283,8 @@ def _run(
 
     resolved = load_recipe(recipe, overrides or ())
     if dry_run:
-        from etude.pipeline.dry_run.plan import make_plan
-        from etude.pipeline.dry_run.render import plan_data, plan_text
+        from etude.pipeline.plan import make_plan
+        from etude.pipeline.render import plan_data, plan_text
         from etude.system.progress import progress_line
 
         with progress_line("dry run") as report:
@@ -300,7 +300,7 @@ def _run(
 
 def _show(stages: dict[str, dict[str, Any]], out: Path, as_json: bool) -> None:
     """Print a summary of each stage."""
-    from etude.pipeline.stage_summary import summarize_stage
+    from etude.pipeline.stages import summarize_stage
 
     if as_json:
         print(json.dumps({"run": str(out), "stages": stages}))

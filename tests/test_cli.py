@@ -38,7 +38,7 @@ def test_version_and_help() -> None:
 
 
 def test_the_command_starts_without_torch() -> None:
-    code = "import sys, etude.cli, etude.pipeline.stages, etude.recipe.recipe; sys.exit('torch' in sys.modules)"
+    code = "import sys, etude.cli, etude.pipeline, etude.recipe.recipe; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT).returncode == 0
 
 
@@ -129,7 +129,7 @@ def test_an_interrupted_run_exits_130_and_can_be_resumed(tmp_path: Path) -> None
     recipe.write_text('name = "r"\nstages = ["tokenizer"]\n[tokenizer]\nsources = ["stdlib"]\n')
     endless = (
         "import sys, time, etude.cli, etude.pipeline.stages;"
-        "etude.pipeline.stages.STAGES['tokenizer'] = lambda *_: (print('started', flush=True), time.sleep(60));"
+        "etude.pipeline.stages.STAGES['tokenizer'].run = lambda *_: (print('started', flush=True), time.sleep(60));"
         f"sys.argv = ['etude', 'run', {str(recipe)!r}, '--out', {str(run)!r}]; etude.cli.main()"
     )
     process = subprocess.Popen(

@@ -4,10 +4,12 @@ Rollouts, evaluation trials and `etude agent` all open their sessions here, so t
 same tool set the model sees identical prompts.
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
+from etude.chat.dialects import Dialect
 from etude.errors import EtudeError, InputError
 from etude.harness.model_client import ModelClient, TokenModelClient
 from etude.harness.prompt import SessionRequest, opening_messages
@@ -55,7 +57,8 @@ async def open_session(
         if not tool_set.instructions and not tool_set.short_system_prompt:
             tool_set = tool_set.model_copy(update={"instructions": await read_instructions(pod, tools.root)})
         spec = replace(spec, tool_set=tool_set)
-        check_prompt_fits(request, spec, client, tools)
+        if isinstance(client, TokenModelClient):  # chat endpoints report token counts only after a reply
+            check_prompt_fits(request, spec, client.dialect, client.window, tools.root, tools.schemas)
         yield Session(request, client, tools, spec), tools
 
 
@@ -68,14 +71,19 @@ async def read_instructions(pod: Pod, root: str) -> str:
     return data.decode("utf-8", "replace").strip()
 
 
-def check_prompt_fits(request: SessionRequest, spec: SessionSpec, client: ModelClient, tools: ToolExecutor) -> None:
+def check_prompt_fits(
+    request: SessionRequest,
+    spec: SessionSpec,
+    dialect: Dialect,
+    window: int,
+    root: str,
+    schemas: Sequence[Mapping[str, Any]],
+) -> None:
     """Raise InputError if the prompt leaves no room to work: the session would summarize forever."""
-    if not isinstance(client, TokenModelClient):
-        return  # chat endpoints report token counts only after a reply
-    size = len(client.dialect.render(opening_messages(request, spec.tool_set, tools.root), tools.schemas))
-    room = client.window - MIN_TURN_TOKENS if spec.summaries.mode == "off" else spec.summaries.at(client.window)
+    size = len(dialect.render(opening_messages(request, spec.tool_set, root), schemas))
+    room = window - MIN_TURN_TOKENS if spec.summaries.mode == "off" else spec.summaries.at(window)
     if size >= room:
         raise InputError(
-            f"the prompt has {size:,} tokens, but only {room:,} of the window of {client.window:,} are free for it: "
+            f"the prompt has {size:,} tokens, but only {room:,} of the window of {window:,} are free for it: "
             "show fewer tools, use the short system prompt or shorten the request"
         )

@@ -484,15 +484,20 @@ class Worker:
 # ------------------------------------------------------------------------------------------- the process
 
 
-def worker_config(layout: RunLayout, settings: RolloutSettings, seed: int) -> WorkerConfig:
-    """Return the configuration of a run's workers."""
+def rollout_options(settings: RolloutSettings) -> RolloutOptions:
+    """Return the options of a run's training rollouts."""
     searcher = open_searcher() if "codebase_search" in settings.tool_set.tools else None
-    training = RolloutOptions(
+    return RolloutOptions(
         SessionSpec.of(settings, searcher=searcher),
         temperature=settings.temperature,
         effort=settings.effort,
         checkpoint_s=settings.checkpoint_rollouts_s,
     )
+
+
+def worker_config(layout: RunLayout, settings: RolloutSettings, seed: int) -> WorkerConfig:
+    """Return the configuration of a run's workers."""
+    training = rollout_options(settings)
     tasks = layout.task_lists()
     queues: dict[QueueName, QueueSettings] = {"training": settings}
     options: dict[QueueName, RolloutOptions] = {"training": training}

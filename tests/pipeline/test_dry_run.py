@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from rl_runs import make_recipe
+from rl_runs import TINY, make_recipe
 from typer.testing import CliRunner
 
 from etude.cli import app
@@ -19,12 +20,11 @@ from etude.data.corpus import CorpusOptions, build_corpus
 from etude.errors import InputError
 from etude.model.config import ModelConfig, with_rope
 from etude.model.describe import find_config
-from etude.pipeline.dry_run.check import check_recipe
-from etude.pipeline.dry_run.measure import corpus_rate, measure_scaled, step_seconds
-from etude.pipeline.dry_run.memory import training_memory
-from etude.pipeline.dry_run.plan import make_plan
-from etude.pipeline.dry_run.render import duration, plan_data, plan_text
-from etude.pipeline.dry_run.rl_estimate import rl_memory, rl_seconds
+from etude.pipeline.measure import corpus_rate, measure_scaled, step_seconds
+from etude.pipeline.memory import training_memory
+from etude.pipeline.plan import check_recipe, make_plan
+from etude.pipeline.render import duration, plan_data, plan_text
+from etude.pipeline.rl_stage import rl_memory, seconds_from_records
 from etude.pipeline.stages import STAGES, run_recipe
 from etude.recipe.recipe import load_recipe
 from etude.runs.run import Run
@@ -207,6 +207,23 @@ def test_problems_of_rl_are_reported_before_it_starts(tmp_path: Path) -> None:
     assert all(line.startswith(words) for line, words in zip(lines, expected, strict=True)), lines
 
 
+def test_a_prompt_that_does_not_fit_the_window_is_a_problem(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path, window=256, tool_set={"short_system_prompt": False})
+    (line,) = problems(recipe)
+    assert re.match(r"rl.window: \S+: the prompt has [\d,]+ tokens, but only \d+ of the window of 256 are free", line)
+
+
+def test_rl_from_a_model_that_does_not_exist_yet_is_only_predicted(tmp_path: Path) -> None:
+    directory = make_recipe(tmp_path).parent
+    text = (directory / "recipe.toml").read_text().replace('stages = [\n    "rl",\n]', 'stages = ["init", "rl"]')
+    text = text.replace('model = "model"\n', "") + '\n[init]\ntokenizer = "model"\n[init.config]\n'
+    text += "".join(f"{key} = {json.dumps(value)}\n" for key, value in TINY.items())
+    (directory / "recipe.toml").write_text(text)
+    plan = make_plan(load_recipe(directory / "recipe.toml"), budget=BUDGET)
+    assert plan.stages[-1].time is None
+    assert plan.stages[-1].does[-1] == ("predicted only: the model's weights do not exist yet, so no rollout was run")
+
+
 def test_a_missing_model_is_reported_in_one_line(tmp_path: Path) -> None:
     recipe = tmp_path / "r.toml"
     recipe.write_text('name = "r"\nstages = ["base"]\n[base]\nsource = "no-such-package"\n')
@@ -239,7 +256,7 @@ def interrupted_run(workspace: Path) -> Path:
             raise KeyboardInterrupt
 
     with Run.create_or_resume(workspace / "run", recipe, resume=True) as run, pytest.raises(KeyboardInterrupt):
-        STAGES["pretrain"](run, recipe, stop_in_the_sixth_step)
+        STAGES["pretrain"].run(run, recipe, stop_in_the_sixth_step)
     return workspace / "run"
 
 
@@ -357,12 +374,15 @@ def test_a_step_of_several_forwards_takes_longer(workspace: Path) -> None:
     assert many.seconds > 5 * one.seconds
 
 
-def test_the_time_of_rl_is_a_guess_until_it_has_taken_steps(tmp_path: Path) -> None:
+def test_rl_is_rehearsed_with_one_rollout_and_one_step_until_it_has_taken_steps(tmp_path: Path) -> None:
     recipe = load_recipe(make_recipe(tmp_path))
     plan = make_plan(recipe, budget=BUDGET)
     (stage,) = plan.stages
     assert stage.time is not None
-    assert stage.time.basis.startswith("a guess")
+    assert stage.time.basis == "predicted from one rollout and one step here"
+    assert re.match(
+        r"one rollout took .* s here \(\d turns?, .* tokens, ended by \w+, reward .*\), one step", stage.does[-1]
+    )
     assert stage.launches[0] == "1 trainer on cpu"
     assert [memory.process for memory in stage.memory] == ["trainer", "sampler", "sessions"]
     with Run.create_or_resume(tmp_path / "run", recipe) as run:
@@ -386,12 +406,13 @@ def test_a_packed_row_may_be_longer_than_the_context(tmp_path: Path) -> None:
 def test_a_finished_evaluation_is_not_counted_again(tmp_path: Path) -> None:
     recipe = load_recipe(make_recipe(tmp_path, evaluation={"tasks": "./held-out"}))
     assert recipe.rl is not None
-    config = check_recipe(recipe, [], None).models["rl"].config
     steps = [
         {"step": step, "wall_s": 10.0 + 60.0 * (step == 1), "waited/measurement": 60.0 * (step == 1)} for step in (1, 2)
     ]
-    before = rl_seconds(recipe.rl, config, 2, 3, steps, 2)
-    after = rl_seconds(recipe.rl, config, 2, 3, [*steps, {"step": 0, "evaluation": True}], 2)
+    before = seconds_from_records(recipe.rl, steps, 2)
+    after = seconds_from_records(recipe.rl, [*steps, {"step": 0, "evaluation": True}], 2)
+    assert before is not None
+    assert after is not None
     assert before.seconds - after.seconds == pytest.approx(60)
 
 

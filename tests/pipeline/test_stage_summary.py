@@ -1,6 +1,7 @@
 """Summaries of finished stages."""
 
-from etude.pipeline.stage_summary import format_minutes, summarize_stage
+from etude.pipeline.rl_stage import format_minutes
+from etude.pipeline.stages import summarize_stage
 
 RISE = {"tasks": 72, "solved": 0.205, "solved_low": 0.131, "solved_high": 0.285}
 

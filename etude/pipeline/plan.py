@@ -9,22 +9,24 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from etude.chat.tokenizer import Tokenizer
 from etude.errors import InputError
 from etude.files import lock_holder
-from etude.pipeline.dry_run.check import check_recipe, model_makers
-from etude.pipeline.dry_run.measure import BUDGET_S
-from etude.pipeline.dry_run.stages import STAGE_PLANNERS, FreeResources, PlanContext, StagePlan, devices_exceeded
+from etude.pipeline.measure import BUDGET_S
+from etude.pipeline.stage import FreeResources, PlanContext, RecipeInputs, Stage, StagePlan, inspect_model
+from etude.pipeline.stages import STAGES, chosen_stages
 from etude.pods.scheduling.pressure import read_pressure
 from etude.recipe.recipe import Recipe
-from etude.rl.settings import RlSettings
 from etude.runs.layout import RunLayout
 from etude.runs.run import Run, check_resumable, check_usable
 from etude.system.progress import ProgressCallback
-from etude.train.settings import TrainingSettings
+from etude.tasks.harbor import find_tasks
 
 
 @dataclass(frozen=True)
@@ -58,27 +60,61 @@ def make_plan(
 
     `budget` limits the seconds of measuring per stage.
     """
-    if only is not None and only not in recipe.stages:
-        raise InputError(f'the recipe has no stage "{only}"; its stages are {", ".join(recipe.stages)}')
-    stages = recipe.stages if only is None else (only,)
+    stages = chosen_stages(recipe, only)
     problems: list[str] = []
     run = _existing_run(out, recipe, problems)
     left = [stage for stage in stages if run is None or not run.stage_done(stage)]
     inputs = check_recipe(recipe, left, run)
     if only is not None and out is not None and not problems:
-        problems += _missing_inputs(only, recipe, run)
+        problems += _missing_inputs(STAGES[only], recipe, run)
     problems += inputs.problems
     if problems:
         raise InputError("\n".join(problems))
-    context = PlanContext(recipe, inputs, free_resources(out), run, budget)
+    context = PlanContext(inputs, free_resources(out), budget)
     plans = []
     for number, stage in enumerate(stages):
         if report is not None:
             report(number, len(stages), stage)
         done = StagePlan(stage, ("done before, skipped",), done=True)
-        plans.append(STAGE_PLANNERS[stage](context) if stage in left else done)
+        plans.append(STAGES[stage].plan(context) if stage in left else done)
     warnings = [*_lock_warnings(run), *_resource_warnings(plans, context)]
     return RunPlan(recipe.name, context.machine, tuple(plans), tuple(warnings), str(run.path) if run else "")
+
+
+def check_recipe(recipe: Recipe, stages: Sequence[str], run: Run | None = None) -> RecipeInputs:
+    """Find the inputs of a recipe, and all problems with those of `stages`; `run` is the run that it would continue.
+
+    Outputs of earlier stages of the same run are assumed to be there, as far as the recipe determines them.
+    """
+    inputs = RecipeInputs(recipe, run)
+    for tool in recipe.loggers:
+        if find_spec(tool) is None:
+            line = f"loggers names {tool}, which is not installed; pip install {tool}, or leave it out"
+            inputs.problems.append(line)
+    for stage in recipe.stages:
+        made = run.artefacts("checkpoint") if run is not None and run.stage_done(stage) else []
+        newest = [artefact.path for artefact in made if artefact.stage == stage]
+        with inputs.problems_of(f"run {run.path}" if run and newest else STAGES[stage].model_key):
+            if (model := inspect_model(newest[-1]) if newest else STAGES[stage].find_model(inputs)) is not None:
+                inputs.models[stage] = model
+    inputs.tokenizer = _find_tokenizer(inputs)
+    for artefact in run.artefacts("tasks") if run is not None else ():
+        inputs.tasks[artefact.name.removeprefix("tasks-")] = sum(1 for _ in find_tasks(artefact.path))
+    for stage in recipe.stages:
+        if stage in stages:
+            STAGES[stage].check(inputs)
+    return inputs
+
+
+def _find_tokenizer(inputs: RecipeInputs) -> Tokenizer | None:
+    """Return the tokenizer of this run's corpora and sessions, if it exists."""
+    corpus, run = inputs.recipe.corpus, inputs.run
+    if corpus is not None and corpus.tokenizer is not None:
+        with inputs.problems_of("corpus.tokenizer"):
+            return Tokenizer.load(corpus.tokenizer)
+    if run is not None and run.stage_done("tokenizer"):
+        return Tokenizer.load(run.find("tokenizer").path)
+    return next((model.tokenizer for model in inputs.models.values()), None)
 
 
 # --------------------------------------------------------------------------------------------- an existing run
@@ -106,24 +142,16 @@ def _lock_warnings(run: Run | None) -> list[str]:
     return [f"the run is in use by {holder}: it would have to end first"] if holder else []
 
 
-def _missing_inputs(stage: str, recipe: Recipe, run: Run | None) -> list[str]:
+def _missing_inputs(stage: Stage[Any], recipe: Recipe, run: Run | None) -> list[str]:
     """Return a line for every input of the stage that its run does not have yet."""
     artefacts = run.artefacts() if run is not None else []
     names, lines = {artefact.name for artefact in artefacts}, []
-    makers = [name for name in model_makers(stage) if name in recipe.stages]
+    makers = [name for name in stage.model_makers() if name in recipe.stages]
     if makers and not any(artefact.kind == "checkpoint" and artefact.stage in makers for artefact in artefacts):
-        lines.append(f"{stage} starts from the weights of {' or '.join(makers)}; run that stage first")
-    settings = getattr(recipe, stage)
-    needed: list[tuple[str, str]] = []
-    if isinstance(settings, TrainingSettings):
-        needed = [("corpus", part.corpus) for part in settings.mix]
-        needed += [("corpus", settings.held_out.corpus)] if settings.held_out else []
-    elif isinstance(settings, RlSettings):
-        evaluated = settings.evaluation.tasks if settings.evaluation else ()
-        needed = [("tasks", name) for name in (settings.tasks, *evaluated)]
-    for kind, name in dict.fromkeys(needed):
+        lines.append(f"{stage.name} starts from the weights of {' or '.join(makers)}; run that stage first")
+    for kind, name in dict.fromkeys(stage.needed_artefacts(recipe)):
         if not os.path.isabs(name) and f"{kind}-{name}" not in names:
-            lines.append(f"{stage} needs {name}, which the stage {kind} makes; run that stage first")
+            lines.append(f"{stage.name} needs {name}, which the stage {kind} makes; run that stage first")
     return lines
 
 
@@ -146,8 +174,10 @@ def free_resources(out: Path | None) -> FreeResources:
 def _resource_warnings(plans: Sequence[StagePlan], context: PlanContext) -> list[str]:
     lines = []
     for plan in plans:
-        for device, total in devices_exceeded(plan.memory, context.machine).items():
-            free = context.machine.memory[device]
+        for device in dict.fromkeys(each.device for each in plan.memory):
+            total = sum(each.total for each in plan.memory if each.device == device)
+            if total <= (free := context.machine.available(device, total)):
+                continue
             advice = "fewer rows, a shorter length or recompute = true"
             advice += ", fewer sampler.kv_cache_tokens and in_flight" if plan.stage == "rl" else ""
             lines.append(

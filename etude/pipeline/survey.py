@@ -12,17 +12,14 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from etude.chat.tokenizer import Tokenizer
 from etude.data.documents import ARCHIVES, ROWS, File, read_source
 from etude.data.filters import PATH_FILTERS, Filters
-from etude.data.ingest import IngestResult, read_rendered_chats
 from etude.data.licences import is_licence
 from etude.data.sources import locate_source, sample_evenly
 from etude.errors import InputError
 
 SAMPLE_FILES = 128  # at most; at least half as many, if there are so many
 SAMPLE_BYTES = 1 << 20
-SAMPLE_ROWS = 64
 COMPRESSED = (".gz", ".zst", ".tgz", ".bz2", ".xz", ".zip", ".whl", ".parquet")
 UNPACKED_RATIO = 4  # approximate size of source text relative to its compressed form
 
@@ -51,7 +48,9 @@ def survey_source(source: str, filters: Filters) -> SourceSurvey:
     """Survey the files of one source that pass the filters on names and sizes."""
     root = locate_source(source)
     if root.is_file() and root.name.endswith((*ARCHIVES, *ROWS)):
-        first = tuple(_with_content(islice(_passing(read_source(source), filters), SAMPLE_FILES)))
+        first = tuple(
+            _with_content(islice((file for file in read_source(source) if _passes(file, filters)), SAMPLE_FILES))
+        )
         size = root.stat().st_size * (UNPACKED_RATIO if root.name.endswith(COMPRESSED) else 1)
         repositories = frozenset(file.repository for file in first)
         return SourceSurvey(1, size, repositories, limit_sample(first), has_archives=True)
@@ -92,15 +91,6 @@ def limit_sample(files: Sequence[File]) -> tuple[File, ...]:
 
 def sample_texts(files: Iterable[File]) -> list[str]:
     return [file.read().decode(errors="replace") for file in files]
-
-
-def chat_sample(source: str, tokenizer: Tokenizer) -> list[IngestResult]:
-    """Return the first conversations of a file of rows, rendered."""
-    return list(islice(read_rendered_chats(source, tokenizer), SAMPLE_ROWS))
-
-
-def _passing(files: Iterable[File], filters: Filters) -> Iterator[File]:
-    return (file for file in files if _passes(file, filters))
 
 
 def _passes(file: File, filters: Filters) -> bool:

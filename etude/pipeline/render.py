@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from etude.pipeline.dry_run.memory import ProcessMemory
-from etude.pipeline.dry_run.plan import RunPlan
-from etude.pipeline.dry_run.stages import StagePlan
+from etude.pipeline.memory import ProcessMemory
+from etude.pipeline.plan import RunPlan
+from etude.pipeline.stage import StagePlan
 
 GIB = 1 << 30
 INDENT = 11
@@ -49,7 +49,7 @@ def _stage_lines(stage: StagePlan) -> Iterator[str]:
         yield stage.does[0]
         return
     if stage.time is None:
-        yield "time unknown: the stage does not fit into memory here"
+        yield "time unknown: the stage cannot be measured here"
     else:
         yield f"{duration(stage.time.seconds)} ({stage.time.basis})"
     yield from stage.does

@@ -1,17 +1,20 @@
 """Measure how fast this machine does the work of a recipe, by doing a few seconds of it.
 
 A training step uses the real network, objective and optimizer on random weights and tokens. If whole rows take too
-long, fewer or shorter ones are measured and scaled by the number of operations. A corpus is built from a sample in
-memory; tasks and demonstrations are generated and thrown away. Nothing is written.
+long, fewer or shorter ones are measured and scaled by the number of operations. A corpus is built from a sample, and
+tasks and demonstrations are generated; both are thrown away.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
+import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -19,13 +22,10 @@ import torch
 from etude.chat.dialects import dialect_for
 from etude.chat.tokenizer import Tokenizer, train_tokenizer
 from etude.data.conversations import chat_parts, load_chat
-from etude.data.corpus import CorpusOptions
-from etude.data.decontaminate import ProtectedNgrams, find_contaminated
-from etude.data.dedup import find_near_duplicates, text_digest
-from etude.data.document_format import Markers, encode_documents, file_parts
-from etude.data.documents import Document, File
-from etude.data.filters import filter_file
-from etude.data.ingest import IngestResult
+from etude.data.corpus import CorpusOptions, build_corpus
+from etude.data.document_format import encode_documents
+from etude.data.documents import File
+from etude.data.ingest import IngestResult, read_rendered_chats
 from etude.data.packing import Batch
 from etude.kernels import usable_device
 from etude.kernels.loss import IGNORE, token_logprobs
@@ -33,7 +33,6 @@ from etude.model.config import ModelConfig
 from etude.model.describe import training_flops_per_token
 from etude.model.mtp import MTP
 from etude.model.transformer import Transformer
-from etude.rl.settings import RlSettings
 from etude.tasks.settings import TaskSetSettings
 from etude.tasks.sources import TASK_SOURCES, TaskSource
 from etude.train.objectives import Objective, next_token, with_mtp
@@ -45,6 +44,7 @@ BUDGET_S = 3.0  # for one stage
 FIRST_TOKENS = 64  # size of the first measurement
 DOCUMENT_TOKENS = 512  # of one document in a packed row: a source file, a session
 ASSISTANT_SHARE = 0.25  # share of a conversation's tokens that the assistant wrote
+SAMPLE_ROWS = 64  # conversations of a sample
 PATTERN_SIZE = 1 << 16  # random numbers that are repeated to fill the weights: drawing all of them takes too long
 
 
@@ -61,7 +61,7 @@ class TimeEstimate:
 
 def step_seconds(
     config: ModelConfig,
-    settings: TrainingSettings | RlSettings,
+    settings: TrainingSettings,
     forwards: float,
     *,
     mtp_layers: int = 0,
@@ -81,7 +81,7 @@ def step_seconds(
         model.requires_grad_(False)
     objective: Objective = with_mtp(mtp, joint=not frozen) if mtp else next_token
     optimizer = MasterAdamW({"model": model, **({"mtp": mtp} if mtp else {})}, AdamSettings())
-    loss_share = ASSISTANT_SHARE if isinstance(settings, SftSettings | RlSettings) else 1.0
+    loss_share = ASSISTANT_SHARE if isinstance(settings, SftSettings) else 1.0
     document = settings.length if getattr(settings, "min_document", 1) >= settings.length else DOCUMENT_TOKENS
 
     def work(rows: int, length: int) -> None:
@@ -100,10 +100,10 @@ def step_seconds(
     return TimeEstimate(forwards * forward.seconds + update(), basis)
 
 
-def scoring_seconds(config: ModelConfig, window: int, dtype: str, *, budget: float = BUDGET_S) -> TimeEstimate:
+def scoring_seconds(config: ModelConfig, window: int, *, budget: float = BUDGET_S) -> TimeEstimate:
     """Measure how long the model takes to score one window on the CPU."""
     device = torch.device("cpu")
-    model = fill_randomly(Transformer(config), config, device, getattr(torch, dtype))
+    model = fill_randomly(Transformer(config), config, device, torch.float32)
 
     def work(rows: int, length: int) -> None:
         tokens = torch.randint(config.vocab_size, (rows, length))
@@ -202,57 +202,38 @@ class TextRate:
     tokens: float
 
 
-def corpus_rate(sample: Sequence[File], options: CorpusOptions, tokenizer: Tokenizer) -> TextRate:
-    """Build a corpus of these files in memory: filter, deduplicate, decontaminate, encode."""
-    start = time.perf_counter()
-    filtered = [filter_file(file, options.filters) for file in sample]
-    documents = [each for each in filtered if isinstance(each, Document)]
-    texts = [document.text for document in documents]
-    for text in texts:
-        text_digest(text)
-    run_text_checks(texts, options)
-    markers = Markers.find(tokenizer, fim=options.fim > 0)
-    planned = ((each.name, file_parts(each, markers, options.fim, options.seed)) for each in documents)
-    tokens = sum(len(encoded.tokens) for encoded in encode_documents(planned, tokenizer))
-    return _rate(start, tokens, sum(file.size for file in sample))
+def corpus_rate(sample: Sequence[File] | str, options: CorpusOptions, tokenizer: Tokenizer) -> TextRate:
+    """Build a corpus of these files, or of the first conversations of a file, in a temporary directory."""
+    if isinstance(sample, str):
+        return _chat_rate(list(islice(read_rendered_chats(sample, tokenizer), SAMPLE_ROWS)), tokenizer)
+    with tempfile.TemporaryDirectory(prefix="etude-dry-run-") as directory:
+        for file in sample:
+            path = Path(directory, "source", file.repository, file.path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(file.read())
+        alone = replace(options, held_out=(), against=())  # a sample may have nothing of what they name
+        start = time.perf_counter()
+        built = build_corpus([f"{directory}/source"], tokenizer, Path(directory, "corpus"), alone)
+        return _rate(start, sum(split.tokens for split in built.splits.values()), sum(file.size for file in sample))
 
 
-def chat_rate(rows: Sequence[IngestResult], options: CorpusOptions, tokenizer: Tokenizer) -> TextRate:
-    """Build a corpus of these rendered conversations in memory."""
+def _chat_rate(rows: Sequence[IngestResult], tokenizer: Tokenizer) -> TextRate:
     start = time.perf_counter()
     loaded = [load_chat(row.text) for row in rows if row.text is not None]
-    run_text_checks([text for text, _ in loaded], options)
     planned = (("", chat_parts(segments, tokenizer.end_of_text)) for _, segments in loaded)
     tokens = sum(len(encoded.tokens) for encoded in encode_documents(planned, tokenizer))
     return _rate(start, tokens, sum(row.size for row in rows))
-
-
-def run_text_checks(texts: Sequence[str], options: CorpusOptions) -> None:
-    """Search for near-duplicates and contamination as a corpus build does; the result is thrown away."""
-    if options.near < 1:
-        find_near_duplicates(range(len(texts)), texts.__getitem__, threshold=options.near, shingle=options.shingle)
-    if options.held_out or options.against:
-        protected = ProtectedNgrams(((str(at), text) for at, text in enumerate(texts[::10])), options.ngram)
-        checked = [(at, str(at)) for at in range(len(texts))]
-        find_contaminated(
-            protected, checked, texts.__getitem__, max_share=options.leak, boilerplate=options.boilerplate
-        )
 
 
 def _rate(start: float, tokens: int, size: int) -> TextRate:
     return TextRate((time.perf_counter() - start) / max(1, size), tokens / max(1, size))
 
 
-def vocabulary_rate(texts: Sequence[str], size: int) -> TextRate:
-    """Train a vocabulary of `size` on these texts."""
+def vocabulary_seconds(texts: Sequence[str], size: int) -> float:
+    """Return the seconds per byte of training a vocabulary of `size`."""
     start = time.perf_counter()
     train_tokenizer(texts, size)
-    return _rate(start, 0, sum(len(text.encode()) for text in texts))
-
-
-def stand_in_tokenizer(texts: Sequence[str]) -> Tokenizer:
-    """Return a tokenizer to measure with when the real one does not exist yet."""
-    return train_tokenizer(texts, 2048)
+    return _rate(start, 0, sum(len(text.encode()) for text in texts)).seconds
 
 
 # ------------------------------------------------------------------------------------------------ tasks

@@ -1,0 +1,197 @@
+"""The stages that make what models are trained on: `tasks` and `corpus`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from etude.chat.dialects import dialect_for
+from etude.chat.tokenizer import Tokenizer
+from etude.data import worker_pool
+from etude.data.conversations import read_conversations
+from etude.data.corpus import CorpusOptions, build_corpus
+from etude.data.documents import READ_LIMITS, read_source
+from etude.data.settings import DEMONSTRATIONS, CorporaSettings, CorpusSettings
+from etude.data.shards import read_manifest
+from etude.errors import InputError
+from etude.globs import Globs
+from etude.pipeline.measure import TaskRate, TimeEstimate, corpus_rate, task_rate
+from etude.pipeline.stage import MEASURED, Facts, PlanContext, RecipeInputs, Stage, StagePlan
+from etude.pipeline.survey import COMPRESSED, UNPACKED_RATIO, SourceSurvey, survey_source
+from etude.recipe.recipe import Recipe
+from etude.runs.run import Artefact, Run
+from etude.system.cores import usable_cores
+from etude.system.progress import ProgressCallback
+from etude.tasks.harbor import find_tasks, read_task
+from etude.tasks.settings import TaskSetSettings, TaskSetsSettings
+from etude.tasks.stage import build_task_sets, demonstrations_file
+
+TASK_BYTES, DEMONSTRATION_BYTES = 85_000, 2_000  # on disk: a nano task is a dozen small files
+DEMONSTRATION_TOKENS = 460  # of a session on nano tasks, if it cannot be measured
+WORKER_SPEEDUP = 1.5  # of a corpus worker over this process: it caches words (docs/data.md)
+WRITING_S, RENDERING_S = 0.008, 0.003  # per task, writing its files; per demonstration, rendering it in a corpus
+
+
+class TasksStage(Stage[TaskSetsSettings]):
+    """Make the task sets and their demonstrations."""
+
+    def check(self, inputs: RecipeInputs) -> None:
+        for task_set in self.settings(inputs.recipe).build:
+            with inputs.problems_of(f"tasks.build {task_set.name}"):
+                if task_set.demonstrations and not {"tokenizer", "base", "init"} & set(inputs.recipe.stages):
+                    raise InputError("demonstrations need a tokenizer: add one of the stages tokenizer, base and init")
+                if task_set.demonstrations and inputs.tokenizer is not None:
+                    dialect_for(inputs.tokenizer)
+                inputs.tasks[task_set.name] = task_count(task_set)
+
+    def plan(self, context: PlanContext) -> StagePlan:
+        lines, seconds, disk = [], 0.0, 0
+        for task_set in self.settings(context.recipe).build:
+            count = context.inputs.tasks[task_set.name]
+            made = context.has_artefact(f"tasks-{task_set.name}") and (
+                not task_set.demonstrations or context.has_artefact(f"demonstrations-{task_set.name}")
+            )
+            origin = f"from {task_set.path}" if task_set.path else f"made by {task_set.source}, {task_set.split}"
+            extra = f"; {task_set.demonstrations:,} demonstrations on other tasks" if task_set.demonstrations else ""
+            lines.append(f"{task_set.name}: {count:,} tasks {origin}{extra}{' (already made)' if made else ''}")
+            rate = TaskRate(0.0)
+            if task_set.source is not None:
+                rate = task_rate(task_set, context.tokenizer, context.budget / 2)
+                context.demonstration_tokens[task_set.name] = rate.tokens
+            if not made:
+                seconds += count * (rate.task + WRITING_S) + task_set.demonstrations * rate.demonstration
+                disk += count * TASK_BYTES + task_set.demonstrations * DEMONSTRATION_BYTES
+        return StagePlan("tasks", tuple(lines), TimeEstimate(seconds, MEASURED), disk=disk)
+
+    def run(self, run: Run, recipe: Recipe, report: ProgressCallback) -> dict[str, Any]:
+        return build_task_sets(run, self.settings(recipe), report)
+
+    def summarize(self, facts: Facts) -> str:
+        sets = [f"{name} {counts['tasks']:,}" for name, counts in facts.items()]
+        demonstrations = sum(counts.get("demonstrations", 0) for counts in facts.values())
+        return ", ".join(sets) + (f"; {demonstrations:,} demonstrations" if demonstrations else "")
+
+
+def task_count(task_set: TaskSetSettings) -> int:
+    """Return the size of a task set: the count to generate, or the tasks in its directory."""
+    return task_set.count or len(task_directories(task_set.path or Path()))
+
+
+def task_directories(directory: Path) -> list[Path]:
+    """Return the tasks in a directory, of which there is at least one and all can be read."""
+    if not directory.is_dir():
+        raise InputError(f"{directory} does not exist; name a directory of tasks")
+    tasks = list(find_tasks(directory))
+    if not tasks:
+        raise InputError(f"{directory} has no task (a directory with a task.toml)")
+    for task in tasks:
+        read_task(task)
+    return tasks
+
+
+class CorpusStage(Stage[CorporaSettings]):
+    """Build every corpus of the recipe, each an artefact of its own."""
+
+    def check(self, inputs: RecipeInputs) -> None:
+        for corpus in self.settings(inputs.recipe).build:
+            key, text = f"corpus.build {corpus.name}", SourceSurvey()
+            with inputs.problems_of(key):
+                options = corpus_options(corpus, inputs.recipe.seed)
+            for source in corpus.sources:
+                with inputs.problems_of(key):
+                    if not source.startswith(DEMONSTRATIONS):
+                        text += _survey_chats(source) if corpus.chat else survey_source(source, options.filters)
+            for source in corpus.against:
+                with inputs.problems_of(f"{key}, against"):
+                    next(read_source(source), None)
+            for pattern in corpus.held_out if text.repositories and not text.has_archives else ():
+                if not any(map(Globs([pattern]).matches, text.repositories)):
+                    some = ", ".join(sorted(text.repositories)[:5])
+                    line = f"{key}: held_out {pattern} matches no repository of the sources ({some} ...)"
+                    inputs.problems.append(line)
+            inputs.texts[corpus.name] = text
+
+    def plan(self, context: PlanContext) -> StagePlan:
+        lines, seconds, disk = [], 0.0, 0
+        for corpus in self.settings(context.recipe).build:
+            made = context.has_artefact(f"corpus-{corpus.name}")
+            line, tokens, corpus_seconds = _plan_corpus(context, corpus)
+            context.inputs.corpora[corpus.name] = round(tokens)
+            lines.append(f"{corpus.name}: {line}{' (already made)' if made else ''}")
+            if not made:
+                seconds += corpus_seconds
+                width = (2 if len(context.tokenizer) <= 1 << 16 else 4) + (1 if corpus.chat else 0)
+                # The texts are kept on disk while the corpus is built.
+                disk += round(tokens * width) + context.inputs.texts[corpus.name].bytes
+        return StagePlan("corpus", tuple(lines), TimeEstimate(seconds, MEASURED), disk=disk)
+
+    def run(self, run: Run, recipe: Recipe, report: ProgressCallback) -> dict[str, Any]:
+        settings = self.settings(recipe)
+        origin: Artefact | Path = settings.tokenizer or _tokenizer_artefact(run)
+        tokenizer = Tokenizer.load(origin.path if isinstance(origin, Artefact) else origin)
+        done = {artefact.name for artefact in run.artefacts("corpus")}
+        for corpus in settings.build:
+            name = f"corpus-{corpus.name}"
+            if name not in done:
+                sources = [_source_path(run, source) for source in corpus.sources]
+                with run.artefact(name, kind="corpus", stage="corpus", parents=[origin]) as directory:
+                    build_corpus(sources, tokenizer, directory, corpus_options(corpus, recipe.seed), report)
+        return {corpus.name: _corpus_facts(run, f"corpus-{corpus.name}") for corpus in settings.build}
+
+    def summarize(self, facts: Facts) -> str:
+        def one(name: str, tokens: Facts) -> str:
+            held_out = f", {tokens['held_out']:,} held out" if tokens.get("held_out") else ""
+            return f"{name} {tokens.get('train', 0):,} tokens{held_out}"
+
+        return "; ".join(one(name, tokens) for name, tokens in facts.items())
+
+
+def corpus_options(corpus: CorpusSettings, seed: int) -> CorpusOptions:
+    return CorpusOptions(**corpus.model_dump(exclude={"name", "sources"}, exclude_none=True), seed=seed)
+
+
+def _survey_chats(source: str) -> SourceSurvey:
+    if next(read_conversations(source, READ_LIMITS), None) is None:
+        raise InputError(f"source {source} holds no conversation")
+    size = os.path.getsize(source)
+    return SourceSurvey(1, size * UNPACKED_RATIO if source.endswith(COMPRESSED) else size, has_archives=True)
+
+
+def _plan_corpus(context: PlanContext, corpus: CorpusSettings) -> tuple[str, float, float]:
+    """Return a corpus in words, its tokens and the seconds it takes to build."""
+    options, text = corpus_options(corpus, context.recipe.seed), context.inputs.texts[corpus.name]
+    parts, tokens, seconds = [], 0.0, 0.0
+    if text.files:
+        chats = next((source for source in corpus.sources if not source.startswith(DEMONSTRATIONS)), "")
+        rate = corpus_rate(chats if corpus.chat else text.sample, options, context.tokenizer)
+        shared = max(0, text.bytes - worker_pool.IN_PROCESS_BYTES)  # left to worker processes, one per core
+        speedup = WORKER_SPEEDUP * min(worker_pool.MAX_WORKERS, usable_cores())
+        tokens, seconds = rate.tokens * text.bytes, rate.seconds * (text.bytes - shared * (1 - 1 / speedup))
+        parts.append(f"{text.files:,} files, {text.bytes / 1e6:,.1f} MB")
+    sets = {each.name: each for each in context.recipe.tasks.build} if context.recipe.tasks else {}
+    for name in (source.removeprefix(DEMONSTRATIONS) for source in corpus.sources if source.startswith(DEMONSTRATIONS)):
+        count = sets[name].demonstrations
+        tokens += count * context.demonstration_tokens.get(name, DEMONSTRATION_TOKENS)
+        seconds += count * RENDERING_S
+        parts.append(f"{count:,} demonstrations of {name}")
+    return f"{' and '.join(parts)}, about {tokens / 1e6:,.2f}M tokens", tokens, seconds
+
+
+def _tokenizer_artefact(run: Run) -> Artefact:
+    """Return the trained tokenizer, or the base model that came with one."""
+    found = [a for a in run.artefacts() if a.kind == "tokenizer" or (a.kind == "checkpoint" and a.stage == "base")]
+    return found[-1]
+
+
+def _source_path(run: Run, source: str) -> str:
+    """Return where a source's documents are: demonstrations are an artefact of the run, others name themselves."""
+    if not source.startswith(DEMONSTRATIONS):
+        return source
+    return str(demonstrations_file(run, source.removeprefix(DEMONSTRATIONS)))
+
+
+def _corpus_facts(run: Run, name: str) -> dict[str, int]:
+    corpus = next(artefact.path for artefact in run.artefacts("corpus") if artefact.name == name)
+    splits = read_manifest(corpus)["splits"]
+    return {split: entry["tokens"] for split, entry in splits.items() if entry["tokens"]}

@@ -1,0 +1,375 @@
+"""The stage `rl`: checks of its inputs, a rehearsal of one rollout and one policy step, its plan and its summary."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from etude.chat.dialects import Dialect, dialect_for
+from etude.errors import InputError
+from etude.harness.prompt import SessionRequest
+from etude.harness.session import SessionSpec
+from etude.harness.session_factory import check_prompt_fits
+from etude.harness.tools.executor import exposed_tools
+from etude.inference.clients.inprocess import InProcessPolicy
+from etude.inference.engine import Engine, EngineOptions
+from etude.inference.service import EngineService
+from etude.kernels import usable_device
+from etude.model.checkpoint import load
+from etude.model.config import ModelConfig
+from etude.model.describe import count_parameters
+from etude.pipeline.data_stages import task_count, task_directories
+from etude.pipeline.measure import TimeEstimate
+from etude.pipeline.memory import (
+    POD_BYTES,
+    WORKER_BYTES,
+    ProcessMemory,
+    checkpoint_bytes,
+    max_checkpoints,
+    sampler_memory,
+    store_bytes,
+    training_memory,
+)
+from etude.pipeline.stage import Facts, PlanContext, RecipeInputs, Stage, StageModel, StagePlan, inspect_model
+from etude.pods import open_fleet
+from etude.pods.runtime.probe import ORDER, probe
+from etude.recipe.recipe import Recipe
+from etude.rl.orchestrator import run_rl
+from etude.rl.packing import TrainingSequence, pack
+from etude.rl.settings import RlSettings
+from etude.rl.trainer_process import adam_settings, checkpoints, open_objective
+from etude.rollouts.rollout import PolicyBinding, Rollout, RolloutFailed, run_rollout
+from etude.rollouts.worker import rollout_options
+from etude.runs.layout import RunLayout
+from etude.runs.run import Run
+from etude.system.progress import ProgressCallback
+from etude.tasks.harbor import read_task
+from etude.tasks.sources import TASK_SOURCES
+from etude.tasks.task import Task
+from etude.train.trainer import Trainer
+from etude.weights.object_store import ObjectStore
+
+TRACE_BYTES = 5_000  # on disk, of a rollout of about 500 tokens
+POD_STORE_BYTES = 40 << 20  # images and records of the pods
+STARTUP_S = 10.0  # until the processes have loaded the model
+CHECKED_PROMPTS = 20  # tasks whose prompts are checked against the window
+REHEARSED_PARAMETERS = 200e6  # of a model that a dry run samples from on a CPU
+REHEARSAL_S = 60.0  # of the session of a rehearsal
+PAGE = 16
+
+
+class RlStage(Stage[RlSettings]):
+    """Start the processes of reinforcement learning and orchestrate them from here."""
+
+    def check(self, inputs: RecipeInputs) -> None:
+        settings = self.settings(inputs.recipe)
+        for key, device in (("rl.device", settings.device), ("rl.sampler.device", settings.sampler.device)):
+            with inputs.problems_of(key):
+                usable_device(device)
+        self._check_tasks(inputs)
+        if settings.weights.store:
+            with inputs.problems_of("rl.weights.store"):
+                ObjectStore(settings.weights.store)
+        if settings.estimator.reference != "start":
+            with inputs.problems_of("rl.estimator.reference"):
+                inspect_model(Path(settings.estimator.reference))
+        inputs.check_length("rl.window", settings.window or 0, "rl")
+        if (model := inputs.models.get("rl")) is not None and model.tokenizer is not None:
+            with inputs.problems_of("rl.dialect"):
+                dialect = dialect_for(model.tokenizer, settings.dialect)
+                with inputs.problems_of("rl.window"):
+                    self._check_prompts(inputs, dialect, settings.window or model.config.max_length)
+        with inputs.problems_of("rl"):
+            inputs.pods = working_pod_backend()
+
+    def _check_tasks(self, inputs: RecipeInputs) -> None:
+        settings = self.settings(inputs.recipe)
+        for key, name in self._task_sets(inputs.recipe):
+            with inputs.problems_of(key):
+                if os.path.isabs(name):
+                    inputs.tasks[name] = len(task_directories(Path(name)))
+                elif name not in inputs.tasks:  # the stage that makes it does not run this time
+                    inputs.tasks[name] = task_count(_task_set(name, inputs.recipe))
+        needed = settings.steps * settings.groups_per_step
+        if (available := inputs.tasks.get(settings.tasks)) is not None and available < needed:
+            inputs.problems.append(
+                f"rl.tasks has {available:,} prompts, but {settings.steps} steps of {settings.groups_per_step} groups "
+                f"take {needed:,}, and a prompt is trained on once: give more tasks or fewer steps"
+            )
+
+    def _check_prompts(self, inputs: RecipeInputs, dialect: Dialect, window: int) -> None:
+        """Raise InputError if the prompt of a task leaves no room to work in the window."""
+        settings = self.settings(inputs.recipe)
+        spec = SessionSpec.of(settings)
+        schemas = [shown.schema for shown in exposed_tools(settings.tool_set).values()]
+        with first_tasks(inputs, CHECKED_PROMPTS) as tasks:
+            for task in tasks:
+                try:
+                    check_prompt_fits(SessionRequest(task.instruction), spec, dialect, window, "/work", schemas)
+                except InputError as error:
+                    raise InputError(f"{task.name}: {error}") from None
+
+    def _task_sets(self, recipe: Recipe) -> list[tuple[str, str]]:
+        settings = self.settings(recipe)
+        evaluated = settings.evaluation.tasks if settings.evaluation else ()
+        return [("rl.tasks", settings.tasks), *(("rl.evaluation.tasks", name) for name in evaluated)]
+
+    def needed_artefacts(self, recipe: Recipe) -> list[tuple[str, str]]:
+        return [("tasks", name) for _, name in self._task_sets(recipe)]
+
+    def plan(self, context: PlanContext) -> StagePlan:
+        settings, model, run = self.settings(context.recipe), context.inputs.models["rl"], context.inputs.run
+        sizes, evaluation = context.inputs.tasks, settings.evaluation
+        evaluated = (
+            [min(sizes[name], evaluation.max_tasks or sizes[name]) for name in evaluation.tasks] if evaluation else []
+        )
+        held_out = sum(evaluated)
+        saved = checkpoints(RunLayout(run.path)) if run is not None else []
+        step = saved[-1][0] if saved else 0
+        lines = list(_lines(settings, sizes[settings.tasks], held_out))
+        lines += [f"continues after step {step:,}"] if step else []
+        records = run.metrics("rl") if run is not None else []
+        if (estimate := seconds_from_records(settings, records, step)) is None:
+            rehearsal = self._rehearse(context, model)
+            lines.append(rehearsal if isinstance(rehearsal, str) else rehearsal.line())
+            if not isinstance(rehearsal, str):
+                estimate = rehearsal.seconds(settings, context.machine.cores, held_out)
+        launches = tuple(_launches(settings, context.inputs.pods))
+        memory = tuple(rl_memory(settings, model.config))
+        return StagePlan("rl", tuple(lines), estimate, memory, rl_disk(settings, model.config, held_out), launches)
+
+    def _rehearse(self, context: PlanContext, model: StageModel) -> Rehearsal | str:
+        """Run one rollout and one step; return why not if that is not possible here."""
+        settings = self.settings(context.recipe)
+        if model.directory is None or model.tokenizer is None:
+            return "predicted only: the model's weights do not exist yet, so no rollout was run"
+        size = count_parameters(model.config).total
+        on_cpu = usable_device(settings.sampler.device).type == "cpu"
+        if (on_cpu and size > REHEARSED_PARAMETERS) or 20 * size > context.machine.available(
+            settings.device, 20 * size
+        ):
+            return f"predicted only: a model of {size / 1e6:,.0f}M parameters is too large to run a rollout here"
+        with first_tasks(context.inputs, 1) as tasks:
+            if not tasks:
+                return "predicted only: the tasks do not exist yet, so no rollout was run"
+            try:
+                return asyncio.run(rehearse(settings, model, tasks[0]))
+            except RolloutFailed as error:
+                raise InputError(f"rl: a rollout of {tasks[0].name} fails here: {error}") from None
+
+    def run(self, run: Run, recipe: Recipe, report: ProgressCallback) -> dict[str, Any]:
+        return run_rl(run, self.settings(recipe), recipe.seed, report)
+
+    def summarize(self, facts: Facts) -> str:
+        first = f"{facts['steps']:,} steps"
+        first += f" in {format_minutes(facts['seconds'])}" if "seconds" in facts else ""
+        if "reward_first" in facts:
+            first += f"; mean reward {facts['reward_first']:.2f} -> {facts['reward_last']:.2f}"
+        problems = [f"{facts[name]} {name}" for name in ("retried", "stale", "dropped", "deaths") if facts.get(name)]
+        lines = [first + (f" ({', '.join(problems)})" if problems else "")]
+        if "ended_early" in facts:
+            lines.append(f"ended early: {facts['ended_early']}")
+        if "rise" in facts:
+            before, after, rise = facts["before"], facts["after"], facts["rise"]
+            solved = f"{before['solved']:.0%} -> {after['solved']:.0%}"
+            lines.append(f"held-out tasks solved: {solved}, {_points(rise)}")
+            best = next((name for name in after if name.startswith("best/") and name in before), None)
+            if best:
+                lines[-1] += f"; best of {best.removeprefix('best/')}: {before[best]:.0%} -> {after[best]:.0%}"
+            by_set = {name: facts[name] for name in sorted(facts) if name.startswith("rise_")}
+            lines += [f"  {name.removeprefix('rise_')}: {_points(rise)}" for name, rise in by_set.items()]
+        return "\n  ".join(lines)
+
+
+def _points(rise: Facts) -> str:
+    low, high = (round(100 * rise[f"solved_{end}"]) for end in ("low", "high"))
+    return f"{100 * rise['solved']:+.0f} points (95 % interval {low:+d} to {high:+d}, {rise['tasks']} tasks)"
+
+
+def format_minutes(seconds: float) -> str:
+    """Return whole seconds, from sixty on as minutes and seconds."""
+    whole = round(seconds)
+    return f"{whole} s" if whole < 60 else f"{whole // 60} min {whole % 60:02d} s"
+
+
+def working_pod_backend() -> str:
+    """Return the strongest backend that can make a pod on this machine."""
+    reasons = []
+    for name in ORDER:
+        verdict = asyncio.run(probe(name))
+        if verdict.works:
+            return name
+        reasons.append(f"{name}: {verdict.reason}")
+    raise InputError(f"no backend can isolate a pod on this machine ({'; '.join(reasons)})")
+
+
+def _task_set(name: str, recipe: Recipe) -> Any:
+    """Return the settings of a task set of this run; the recipe checks that it builds what it names."""
+    assert recipe.tasks is not None
+    return next(each for each in recipe.tasks.build if each.name == name)
+
+
+@contextmanager
+def first_tasks(inputs: RecipeInputs, count: int) -> Iterator[list[Task]]:
+    """Give some of the tasks to train on: from their directory, their run, or generated in a temporary directory."""
+    assert inputs.recipe.rl is not None
+    name = inputs.recipe.rl.tasks
+    made = [each.path for each in inputs.run.artefacts("tasks") if each.name == f"tasks-{name}"] if inputs.run else []
+    with tempfile.TemporaryDirectory(prefix="etude-dry-run-") as temporary:
+        if os.path.isabs(name) or made:
+            directory = made[0] if made else Path(name)
+        else:
+            task_set = _task_set(name, inputs.recipe)
+            directory = task_set.path or Path(temporary) / "tasks"
+            if task_set.source is not None:
+                few = task_set.model_copy(update={"count": min(count, task_set.count), "demonstrations": 0})
+                TASK_SOURCES[task_set.source]().write_task_set(directory, few)
+        yield [read_task(task) for task in task_directories(directory)[:count]] if directory.is_dir() else []
+
+
+# ------------------------------------------------------------------------------------------------ rehearsal
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """One rollout and one policy step on it, done here."""
+
+    rollout: Rollout
+    rollout_s: float
+    step_s: float
+
+    def line(self) -> str:
+        trace = self.rollout.trace
+        tokens, turns = sum(len(segment) for segment in trace.segments), trace.cost.turns
+        session = f"{turns} turn{'s' if turns != 1 else ''}, {tokens:,} tokens, ended by {trace.ending}"
+        reward = f"reward {self.rollout.reward.total:.2f}"
+        return f"one rollout took {self.rollout_s:.1f} s here ({session}, {reward}), one step on it {self.step_s:.1f} s"
+
+    def seconds(self, settings: RlSettings, cores: float, held_out: int) -> TimeEstimate:
+        """Return the predicted time of the stage, as if every rollout were like this one."""
+        rollouts = settings.groups_per_step * settings.group_size
+        session_s = self.rollout_s / max(1.0, min(settings.in_flight, cores))
+        evaluation = settings.evaluation
+        sessions = evaluation_count(settings) * evaluation.samples * held_out if evaluation else 0
+        seconds = STARTUP_S + settings.steps * rollouts * (session_s + self.step_s) + sessions * session_s
+        return TimeEstimate(seconds, "predicted from one rollout and one step here")
+
+
+async def rehearse(settings: RlSettings, model: StageModel, task: Task) -> Rehearsal:
+    """Run one rollout of the task with the model in this process, then one policy step on its tokens."""
+    assert model.directory is not None
+    assert model.tokenizer is not None
+    device = usable_device(settings.sampler.device)
+    network = load(model.directory, device=device)
+    window = min(settings.window or network.config.max_length, network.config.max_length)
+    dialect = dialect_for(model.tokenizer, settings.dialect)
+    limit = min(settings.budget.seconds or REHEARSAL_S, REHEARSAL_S)
+    budget = settings.budget.model_copy(update={"seconds": limit})
+    options = rollout_options(settings.model_copy(update={"budget": budget}))
+    cache = EngineOptions(kv_cache_tokens=-(-window // PAGE) * PAGE + 2 * PAGE, page_size=PAGE, max_sequences=1)
+    with tempfile.TemporaryDirectory(prefix="etude-dry-run-") as state:
+        async with (
+            EngineService(Engine(network, cache, tokenizer=model.tokenizer)) as service,
+            open_fleet(state=state) as fleet,
+        ):
+            binding = PolicyBinding(InProcessPolicy(service), dialect, window)
+            started = time.perf_counter()
+            rollout = await run_rollout(fleet, task, binding, options, weights=lambda version: settings.rewards)
+            rollout_s = time.perf_counter() - started
+    return Rehearsal(rollout, rollout_s, step_on(rollout, settings, model))
+
+
+def step_on(rollout: Rollout, settings: RlSettings, model: StageModel) -> float:
+    """Take one policy step on a rollout, all of whose advantages are 1; return its seconds."""
+    assert model.directory is not None
+    assert model.tokenizer is not None
+    device = usable_device(settings.device)
+    trainer = Trainer(
+        load(model.directory, dtype=getattr(torch, settings.precision), device=device), adam_settings(settings)
+    )
+    segments = [segment for segment in rollout.trace.segments if segment.sampled.any()]
+    ones = [np.ones(int(segment.sampled.sum()), np.float32) for segment in segments]
+    sequences = [TrainingSequence(segment, part) for segment, part in zip(segments, ones, strict=True)]
+    padding = model.tokenizer.end_of_text
+    (batches,) = pack(sequences, trainer.model.config, length=settings.length, rows=settings.rows, padding=padding)
+    started = time.perf_counter()
+    trainer.step(batches, open_objective(settings), 1.0, divisor=settings.length)
+    return time.perf_counter() - started
+
+
+# ------------------------------------------------------------------------------------------------ estimates
+
+
+def evaluation_count(settings: RlSettings) -> int:
+    """Return the number of held-out evaluations: before, after, and in between."""
+    evaluation = settings.evaluation
+    if evaluation is None:
+        return 0
+    return 2 + (max(0, settings.steps - 1) // evaluation.every if evaluation.every else 0)
+
+
+def seconds_from_records(settings: RlSettings, records: Sequence[Mapping[str, Any]], step: int) -> TimeEstimate | None:
+    """Return the time from `step` to the end, from the metrics of earlier steps; None if there are too few."""
+    steps = [record for record in records if not record.get("evaluation")]
+    if len(steps) < 2:
+        return None
+    evaluations = max(0, evaluation_count(settings) - (len(records) - len(steps)))
+    # The first step waited for the evaluation before it.
+    evaluation_s = max(record.get("waited/measurement", 0.0) for record in steps)
+    step_s = median(record["wall_s"] - record.get("waited/measurement", 0.0) for record in steps)
+    seconds = STARTUP_S + (settings.steps - step) * step_s + evaluations * evaluation_s
+    return TimeEstimate(seconds, f"from the {len(steps)} earlier steps of this run")
+
+
+def _lines(settings: RlSettings, prompts: int, held_out: int) -> Iterator[str]:
+    """Yield lines that describe the work of the stage."""
+    groups = settings.steps * settings.groups_per_step
+    yield (
+        f"{settings.steps:,} steps of {settings.groups_per_step} groups of {settings.group_size}: "
+        f"{groups * settings.group_size:,} rollouts, at most {settings.in_flight} at once, tokens at most "
+        f"{settings.max_staleness} steps old"
+    )
+    yield f"{groups:,} of {prompts:,} prompts, each trained on once"
+    if (evaluation := settings.evaluation) is not None:
+        sessions = f"{evaluation.samples} sessions on each of {held_out:,} held-out tasks"
+        yield f"{evaluation_count(settings)} evaluations, each {sessions}"
+
+
+def _launches(settings: RlSettings, pods: str) -> Iterator[str]:
+    """Yield the processes that the stage starts."""
+    yield f"1 trainer on {usable_device(settings.device)}"
+    samplers, workers = settings.sampler.count, settings.workers
+    yield f"{samplers} sampler{'s' if samplers > 1 else ''} on {usable_device(settings.sampler.device)}"
+    pods = f"at most {settings.in_flight} pods ({pods or 'not tried'})"
+    yield f"{workers} worker{'s' if workers > 1 else ''}, with {pods}"
+
+
+def rl_memory(settings: RlSettings, config: ModelConfig) -> list[ProcessMemory]:
+    """Return the memory of every process; the first is the trainer."""
+    trainer, sampler = str(usable_device(settings.device)), str(usable_device(settings.sampler.device))
+    processes = [training_memory(config, settings, trainer)]
+    processes += [sampler_memory(config, settings, sampler)] * settings.sampler.count
+    sessions = {"workers": settings.workers * WORKER_BYTES, "pods": settings.in_flight * POD_BYTES}
+    return [*processes, ProcessMemory("sessions", "cpu", sessions)]
+
+
+def rl_disk(settings: RlSettings, config: ModelConfig, held_out: int) -> int:
+    """Return the bytes of checkpoints, weight versions, traces and pods."""
+    checkpoint = checkpoint_bytes(config, settings, mtp_layers=0, frozen=False)
+    evaluation = settings.evaluation
+    sessions = settings.steps * settings.groups_per_step * settings.group_size
+    sessions += evaluation_count(settings) * evaluation.samples * held_out if evaluation else 0
+    weights = store_bytes(config, settings) if not settings.weights.store else 0
+    kept = max_checkpoints(settings, settings.steps, halfway=False)
+    return kept * checkpoint + weights + sessions * TRACE_BYTES + POD_STORE_BYTES
