@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from etude.chat.dialects import dialect_for
 from etude.chat.tokenizer import Tokenizer
 from etude.data import worker_pool
-from etude.data.conversations import read_conversations
 from etude.data.corpus import CorpusOptions, build_corpus
-from etude.data.documents import READ_LIMITS, read_source
+from etude.data.documents import read_source
 from etude.data.settings import DEMONSTRATIONS, CorporaSettings, CorpusSettings
 from etude.data.shards import read_manifest
 from etude.errors import InputError
 from etude.globs import Globs
-from etude.pipeline.measure import TaskRate, TimeEstimate, corpus_rate, task_rate
-from etude.pipeline.stage import MEASURED, Facts, PlanContext, RecipeInputs, Stage, StagePlan
-from etude.pipeline.survey import COMPRESSED, UNPACKED_RATIO, SourceSurvey, survey_source
+from etude.pipeline.stage import Facts, PlanContext, RecipeInputs, Stage, StagePlan, predict
+from etude.pipeline.survey import SourceSurvey, survey_chats, survey_source
 from etude.recipe.recipe import Recipe
 from etude.runs.run import Artefact, Run
 from etude.system.cores import usable_cores
@@ -28,9 +26,9 @@ from etude.tasks.settings import TaskSetSettings, TaskSetsSettings
 from etude.tasks.stage import build_task_sets, demonstrations_file
 
 TASK_BYTES, DEMONSTRATION_BYTES = 85_000, 2_000  # on disk: a nano task is a dozen small files
-DEMONSTRATION_TOKENS = 460  # of a session on nano tasks, if it cannot be measured
-WORKER_SPEEDUP = 1.5  # of a corpus worker over this process: it caches words (docs/data.md)
-WRITING_S, RENDERING_S = 0.008, 0.003  # per task, writing its files; per demonstration, rendering it in a corpus
+DEMONSTRATION_TOKENS = 460  # of a session on nano tasks
+TASK_S, DEMONSTRATION_S, RENDERING_S = 0.02, 0.03, 0.003  # to make one, and to render a demonstration in a corpus
+CORPUS_BYTES_PER_S = 1e6  # filtered, deduplicated and encoded by one process
 
 
 class TasksStage(Stage[TaskSetsSettings]):
@@ -55,14 +53,10 @@ class TasksStage(Stage[TaskSetsSettings]):
             origin = f"from {task_set.path}" if task_set.path else f"made by {task_set.source}, {task_set.split}"
             extra = f"; {task_set.demonstrations:,} demonstrations on other tasks" if task_set.demonstrations else ""
             lines.append(f"{task_set.name}: {count:,} tasks {origin}{extra}{' (already made)' if made else ''}")
-            rate = TaskRate(0.0)
-            if task_set.source is not None:
-                rate = task_rate(task_set, context.tokenizer, context.budget / 2)
-                context.demonstration_tokens[task_set.name] = rate.tokens
             if not made:
-                seconds += count * (rate.task + WRITING_S) + task_set.demonstrations * rate.demonstration
+                seconds += count * TASK_S + task_set.demonstrations * DEMONSTRATION_S
                 disk += count * TASK_BYTES + task_set.demonstrations * DEMONSTRATION_BYTES
-        return StagePlan("tasks", tuple(lines), TimeEstimate(seconds, MEASURED), disk=disk)
+        return StagePlan("tasks", tuple(lines), predict(seconds, "the number of tasks"), disk=disk)
 
     def run(self, run: Run, recipe: Recipe, report: ProgressCallback) -> dict[str, Any]:
         return build_task_sets(run, self.settings(recipe), report)
@@ -101,7 +95,8 @@ class CorpusStage(Stage[CorporaSettings]):
             for source in corpus.sources:
                 with inputs.problems_of(key):
                     if not source.startswith(DEMONSTRATIONS):
-                        text += _survey_chats(source) if corpus.chat else survey_source(source, options.filters)
+                        read = partial(survey_source, filters=options.filters, tokenizer=inputs.tokenizer)
+                        text += survey_chats(source) if corpus.chat else read(source)
             for source in corpus.against:
                 with inputs.problems_of(f"{key}, against"):
                     next(read_source(source), None)
@@ -113,18 +108,27 @@ class CorpusStage(Stage[CorporaSettings]):
             inputs.texts[corpus.name] = text
 
     def plan(self, context: PlanContext) -> StagePlan:
-        lines, seconds, disk = [], 0.0, 0
+        lines, seconds, disk = [], 0.0, 0.0
+        sets = {each.name: each for each in context.recipe.tasks.build} if context.recipe.tasks else {}
+        speedup = 1.5 * min(worker_pool.MAX_WORKERS, usable_cores())  # of workers, which cache words (docs/data.md)
         for corpus in self.settings(context.recipe).build:
-            made = context.has_artefact(f"corpus-{corpus.name}")
-            line, tokens, corpus_seconds = _plan_corpus(context, corpus)
+            made, text = context.has_artefact(f"corpus-{corpus.name}"), context.inputs.texts[corpus.name]
+            shown = [
+                source.removeprefix(DEMONSTRATIONS) for source in corpus.sources if source.startswith(DEMONSTRATIONS)
+            ]
+            parts = [f"{text.files:,} files, {text.bytes / 1e6:,.1f} MB"] if text.files else []
+            parts += [f"{sets[name].demonstrations:,} demonstrations of {name}" for name in shown]
+            demonstrations = sum(sets[name].demonstrations for name in shown)
+            tokens = text.tokens + demonstrations * DEMONSTRATION_TOKENS
             context.inputs.corpora[corpus.name] = round(tokens)
-            lines.append(f"{corpus.name}: {line}{' (already made)' if made else ''}")
+            words = f"{' and '.join(parts)}, about {tokens / 1e6:,.2f}M tokens{' (already made)' if made else ''}"
+            lines.append(f"{corpus.name}: {words}")
             if not made:
-                seconds += corpus_seconds
-                width = (2 if len(context.tokenizer) <= 1 << 16 else 4) + (1 if corpus.chat else 0)
-                # The texts are kept on disk while the corpus is built.
-                disk += round(tokens * width) + context.inputs.texts[corpus.name].bytes
-        return StagePlan("corpus", tuple(lines), TimeEstimate(seconds, MEASURED), disk=disk)
+                shared = max(0, text.bytes - worker_pool.IN_PROCESS_BYTES)  # left to worker processes, one per core
+                alone = text.bytes - shared + shared / speedup
+                seconds += 1 + alone / CORPUS_BYTES_PER_S + demonstrations * RENDERING_S
+                disk += tokens * (5 if corpus.chat else 4) + text.bytes  # the texts are kept while a corpus is built
+        return StagePlan("corpus", tuple(lines), predict(seconds, "the size of the text"), disk=round(disk))
 
     def run(self, run: Run, recipe: Recipe, report: ProgressCallback) -> dict[str, Any]:
         settings = self.settings(recipe)
@@ -149,33 +153,6 @@ class CorpusStage(Stage[CorporaSettings]):
 
 def corpus_options(corpus: CorpusSettings, seed: int) -> CorpusOptions:
     return CorpusOptions(**corpus.model_dump(exclude={"name", "sources"}, exclude_none=True), seed=seed)
-
-
-def _survey_chats(source: str) -> SourceSurvey:
-    if next(read_conversations(source, READ_LIMITS), None) is None:
-        raise InputError(f"source {source} holds no conversation")
-    size = os.path.getsize(source)
-    return SourceSurvey(1, size * UNPACKED_RATIO if source.endswith(COMPRESSED) else size, has_archives=True)
-
-
-def _plan_corpus(context: PlanContext, corpus: CorpusSettings) -> tuple[str, float, float]:
-    """Return a corpus in words, its tokens and the seconds it takes to build."""
-    options, text = corpus_options(corpus, context.recipe.seed), context.inputs.texts[corpus.name]
-    parts, tokens, seconds = [], 0.0, 0.0
-    if text.files:
-        chats = next((source for source in corpus.sources if not source.startswith(DEMONSTRATIONS)), "")
-        rate = corpus_rate(chats if corpus.chat else text.sample, options, context.tokenizer)
-        shared = max(0, text.bytes - worker_pool.IN_PROCESS_BYTES)  # left to worker processes, one per core
-        speedup = WORKER_SPEEDUP * min(worker_pool.MAX_WORKERS, usable_cores())
-        tokens, seconds = rate.tokens * text.bytes, rate.seconds * (text.bytes - shared * (1 - 1 / speedup))
-        parts.append(f"{text.files:,} files, {text.bytes / 1e6:,.1f} MB")
-    sets = {each.name: each for each in context.recipe.tasks.build} if context.recipe.tasks else {}
-    for name in (source.removeprefix(DEMONSTRATIONS) for source in corpus.sources if source.startswith(DEMONSTRATIONS)):
-        count = sets[name].demonstrations
-        tokens += count * context.demonstration_tokens.get(name, DEMONSTRATION_TOKENS)
-        seconds += count * RENDERING_S
-        parts.append(f"{count:,} demonstrations of {name}")
-    return f"{' and '.join(parts)}, about {tokens / 1e6:,.2f}M tokens", tokens, seconds
 
 
 def _tokenizer_artefact(run: Run) -> Artefact:

@@ -22,15 +22,16 @@ from etude.model.config import PROFILE_FILE, ModelConfig
 from etude.model.describe import count_parameters
 from etude.model.gguf import gguf_config, import_gguf
 from etude.model.settings import BaseModelSettings, InitSettings
-from etude.pipeline.measure import TimeEstimate, scoring_seconds, vocabulary_seconds
 from etude.pipeline.memory import inference_memory, weights_bytes
-from etude.pipeline.stage import MEASURED, PlanContext, RecipeInputs, Stage, StageModel, StagePlan, inspect_model
-from etude.pipeline.survey import sample_texts, survey_files
+from etude.pipeline.stage import PlanContext, RecipeInputs, Stage, StageModel, StagePlan, inspect_model, predict
+from etude.pipeline.survey import survey_files
 from etude.recipe.recipe import Recipe
 from etude.runs.run import Artefact, Parent, Run
 from etude.system.progress import ProgressCallback
 
 COPY_BYTES_PER_S = 100e6  # weights read, converted and written
+VOCABULARY_BYTES_PER_S = 1e6  # a vocabulary is learnt from
+CORE_OPERATIONS_PER_S = 1e10  # of a forward pass, on one core
 
 
 class TokenizerStage(Stage[TokenizerSettings]):
@@ -42,9 +43,9 @@ class TokenizerStage(Stage[TokenizerSettings]):
 
     def plan(self, context: PlanContext) -> StagePlan:
         size, text = self.settings(context.recipe).vocab_size, context.inputs.texts["tokenizer"]
-        seconds = vocabulary_seconds(sample_texts(text.sample), size) * text.bytes
         line = f"learn {size:,} tokens from {text.files:,} files, {text.bytes / 1e6:,.1f} MB"
-        return StagePlan("tokenizer", (line,), TimeEstimate(seconds, MEASURED), disk=100 * size)
+        time = predict(1 + text.bytes / VOCABULARY_BYTES_PER_S, "the size of the text")
+        return StagePlan("tokenizer", (line,), time, disk=100 * size)
 
     def run(self, run: Run, recipe: Recipe, report: ProgressCallback) -> dict[str, Any]:
         settings = self.settings(recipe)
@@ -150,7 +151,7 @@ def _plan_weights(stage: str, context: PlanContext, dtype: str, origin: str) -> 
     size, parameters = weights_bytes(config, dtype), count_parameters(config)
     active = f", {parameters.active / 1e6:,.1f}M active" if parameters.active != parameters.total else ""
     line = f"a {config.family} model of {parameters.total / 1e6:,.1f}M parameters{active}, {origin}"
-    time = TimeEstimate(1 + size / COPY_BYTES_PER_S, "predicted from the size of the weights")
+    time = predict(1 + size / COPY_BYTES_PER_S, "the size of the weights")
     return StagePlan(stage, (line,), time, (inference_memory(config, "cpu", dtype),), size)
 
 
@@ -163,19 +164,15 @@ class NllStage(Stage[NllSettings]):
 
     def check(self, inputs: RecipeInputs) -> None:
         with inputs.problems_of("nll.sources"):
-            inputs.texts["nll"] = survey_files(self._files(inputs.recipe))
+            inputs.texts["nll"] = survey_files(self._files(inputs.recipe), inputs.tokenizer)
         inputs.check_length("nll.window", self.settings(inputs.recipe).window, "nll")
 
     def plan(self, context: PlanContext) -> StagePlan:
         settings, text = self.settings(context.recipe), context.inputs.texts["nll"]
         config = context.inputs.models["nll"].config
-        sample = sample_texts(text.sample)
-        sample_bytes = max(1, sum(len(each.encode()) for each in sample))
-        tokens_per_byte = sum(map(len, context.tokenizer.encode_batch(sample))) / sample_bytes
-        windows = max(1.0, tokens_per_byte * text.bytes / settings.stride)
-        window = scoring_seconds(config, settings.window, budget=context.budget)
+        operations = text.tokens * settings.window / settings.stride * 2 * count_parameters(config).active
         line = f"score {text.files:,} files, {text.bytes / 1e6:,.1f} MB, in windows of {settings.window:,} tokens"
-        time = TimeEstimate(windows * window.seconds, window.basis)
+        time = predict(1 + operations / (CORE_OPERATIONS_PER_S * context.machine.cores), "the operations of the model")
         return StagePlan("nll", (line,), time, (inference_memory(config, "cpu", "float32"),))
 
     def run(self, run: Run, recipe: Recipe, report: ProgressCallback) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 from etude.pipeline.memory import ProcessMemory
@@ -87,24 +88,9 @@ def size(count: float) -> str:
 
 def plan_data(plan: RunPlan) -> dict[str, Any]:
     """Return the plan as JSON values; times in seconds, sizes in bytes."""
-    return {
-        "recipe": plan.recipe,
-        "run": plan.run or None,
-        "machine": vars(plan.machine),
-        "stages": {stage.stage: _stage_data(stage) for stage in plan.stages},
-        "seconds": plan.seconds,
-        "disk": plan.disk,
-        "warnings": list(plan.warnings),
-    }
-
-
-def _stage_data(stage: StagePlan) -> dict[str, Any]:
-    return {
-        "done": stage.done,
-        "does": list(stage.does),
-        "launches": list(stage.launches),
-        "seconds": stage.time.seconds if stage.time else None,
-        "basis": stage.time.basis if stage.time else None,
-        "memory": [{**vars(each), "total": each.total} for each in stage.memory],
-        "disk": stage.disk,
-    }
+    stages = {}
+    for stage in plan.stages:
+        estimate = {"seconds": None, "basis": None} if stage.time is None else asdict(stage.time)
+        memory = [{**asdict(each), "total": each.total} for each in stage.memory]
+        stages[stage.stage] = {**asdict(stage), **estimate, "memory": memory}
+    return {**asdict(plan), "run": plan.run or None, "stages": stages, "seconds": plan.seconds, "disk": plan.disk}

@@ -6,31 +6,26 @@ A dry run finds the model that each stage starts from (`find_model`), checks all
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from safetensors import SafetensorError, safe_open
 
-from etude.chat.tokenizer import Tokenizer, check_vocabulary, train_tokenizer
+from etude.chat.tokenizer import Tokenizer, check_vocabulary
 from etude.config import StageSettings
 from etude.errors import InputError
 from etude.model.config import ModelConfig
 from etude.model.mtp import MTP_FILE
 from etude.pipeline.measure import FIRST_TOKENS, TimeEstimate
 from etude.pipeline.memory import ProcessMemory, tokens_that_fit
-from etude.pipeline.survey import SourceSurvey, sample_texts
+from etude.pipeline.survey import SourceSurvey
 from etude.recipe.recipe import Recipe, stage_settings
 from etude.runs.run import Run
 from etude.system.progress import ProgressCallback
-from etude.tasks.sources import TASK_SOURCES
 
-MEASURED = "measured here"
-STAND_IN_VOCABULARY, STAND_IN_TASKS = 2048, 60
 Facts = Mapping[str, Any]
 S = TypeVar("S", bound=StageSettings)
 
@@ -88,6 +83,11 @@ class StagePlan:
     done: bool = False
 
 
+def predict(seconds: float, basis: str) -> TimeEstimate:
+    """Return an estimate that nothing was measured for."""
+    return TimeEstimate(seconds, f"predicted from {basis}")
+
+
 @dataclass(frozen=True)
 class FreeResources:
     """The free resources of this machine now."""
@@ -109,24 +109,10 @@ class PlanContext:
     inputs: RecipeInputs
     machine: FreeResources
     budget: float  # seconds of measuring per stage
-    demonstration_tokens: dict[str, float] = field(default_factory=dict)  # of one demonstration, by task set
 
     @property
     def recipe(self) -> Recipe:
         return self.inputs.recipe
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the run, or a stand-in trained on its texts, its tasks or a module of Python."""
-        if self.inputs.tokenizer is None:
-            texts = [text for each in self.inputs.texts.values() for text in sample_texts(each.sample)]
-            for task_set in self.recipe.tasks.build if self.recipe.tasks and not texts else ():
-                if task_set.source is not None:
-                    tasks = islice(TASK_SOURCES[task_set.source]().tasks(task_set), STAND_IN_TASKS)
-                    texts += [text for _, files in tasks for text in files.values()]
-            texts = texts or [Path(json.__file__).read_text(encoding="utf-8")]
-            self.inputs.tokenizer = train_tokenizer(texts, STAND_IN_VOCABULARY)
-        return self.inputs.tokenizer
 
     def measurable_tokens(self, memory: ProcessMemory, tokens: int) -> int | None:
         """Return how many of a trainer's tokens can be measured here; None if not even a few fit into memory."""

@@ -1,103 +1,90 @@
-"""Survey the text of a corpus: its amount from names and sizes, and a sample. Most files are never read.
-
-The sample is spread evenly over the files: every n-th is kept, and when there are too many, every other one is dropped
-and n doubles.
-"""
+"""Survey text sources: their amount from names and sizes, and their tokens predicted from the first files."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from etude.data.documents import ARCHIVES, ROWS, File, read_source
+from etude.chat.tokenizer import Tokenizer
+from etude.data.conversations import read_conversations
+from etude.data.documents import ARCHIVES, READ_LIMITS, ROWS, File, read_source
 from etude.data.filters import PATH_FILTERS, Filters
 from etude.data.licences import is_licence
-from etude.data.sources import locate_source, sample_evenly
+from etude.data.sources import locate_source
 from etude.errors import InputError
 
-SAMPLE_FILES = 128  # at most; at least half as many, if there are so many
-SAMPLE_BYTES = 1 << 20
+SAMPLE_FILES = 64  # that are read
+BYTES_PER_TOKEN = 3.0  # of code, if there is no tokenizer yet
 COMPRESSED = (".gz", ".zst", ".tgz", ".bz2", ".xz", ".zip", ".whl", ".parquet")
 UNPACKED_RATIO = 4  # approximate size of source text relative to its compressed form
 
 
 @dataclass(frozen=True)
 class SourceSurvey:
-    """Files and bytes that would be read, and a sample of them."""
+    """Files and bytes that would be read, and the tokens predicted for them."""
 
     files: int = 0
     bytes: int = 0
+    tokens: float = 0.0
     repositories: frozenset[str] = frozenset()
-    sample: tuple[File, ...] = ()
     has_archives: bool = False  # some of it is in archives or rows, of which only the size is known
 
     def __add__(self, other: SourceSurvey) -> SourceSurvey:
         return SourceSurvey(
             self.files + other.files,
             self.bytes + other.bytes,
+            self.tokens + other.tokens,
             self.repositories | other.repositories,
-            self.sample + other.sample,
             self.has_archives or other.has_archives,
         )
 
 
-def survey_source(source: str, filters: Filters) -> SourceSurvey:
+def survey_source(source: str, filters: Filters, tokenizer: Tokenizer | None) -> SourceSurvey:
     """Survey the files of one source that pass the filters on names and sizes."""
     root = locate_source(source)
     if root.is_file() and root.name.endswith((*ARCHIVES, *ROWS)):
-        first = tuple(
-            _with_content(islice((file for file in read_source(source) if _passes(file, filters)), SAMPLE_FILES))
-        )
+        first = list(islice((file for file in read_source(source) if _passes(file, filters)), SAMPLE_FILES))
         size = root.stat().st_size * (UNPACKED_RATIO if root.name.endswith(COMPRESSED) else 1)
         repositories = frozenset(file.repository for file in first)
-        return SourceSurvey(1, size, repositories, limit_sample(first), has_archives=True)
-    files = size = 0
-    names = set()
-    kept: list[File] = []
-    every = 1
+        return SourceSurvey(1, size, size / BYTES_PER_TOKEN, repositories, has_archives=True)
+    names: set[str] = set()
+    texts: list[str] = []
+    passing = size = 0
     for file in read_source(source):
         names.add(file.repository)
-        if not _passes(file, filters):
-            continue
-        if files % every == 0:
-            kept += _with_content([file])
-            if len(kept) > SAMPLE_FILES:
-                del kept[1::2]
-                every *= 2
-        files += 1
-        size += file.size
-    if not files:
+        if _passes(file, filters):
+            passing, size = passing + 1, size + file.size
+            if tokenizer is not None and len(texts) < SAMPLE_FILES:
+                texts.append(file.read().decode(errors="replace"))
+    if not passing:
         raise InputError(f"source {source} holds no file that would be read")
-    return SourceSurvey(files, size, frozenset(names), limit_sample(kept))
+    return SourceSurvey(passing, size, size / bytes_per_token(texts, tokenizer), frozenset(names))
 
 
-def survey_files(files: Sequence[Path]) -> SourceSurvey:
+def survey_files(files: Sequence[Path], tokenizer: Tokenizer | None = None) -> SourceSurvey:
     """Survey files that are read one by one, whatever their names."""
-    sizes = [file.stat().st_size for file in files]
-    some = (File("", path.name, path.stat().st_size, path.read_bytes) for path in sample_evenly(files, SAMPLE_FILES))
-    return SourceSurvey(len(files), sum(sizes), sample=limit_sample(list(_with_content(some))))
+    size = sum(file.stat().st_size for file in files)
+    texts = [file.read_text(encoding="utf-8", errors="replace") for file in files[:SAMPLE_FILES]] if tokenizer else []
+    return SourceSurvey(len(files), size, size / bytes_per_token(texts, tokenizer))
 
 
-def limit_sample(files: Sequence[File]) -> tuple[File, ...]:
-    """Return every n-th file; n is the smallest power of two with which the sample stays below SAMPLE_BYTES."""
-    every = 1
-    while len(files[::every]) > 1 and sum(file.size for file in files[::every]) > SAMPLE_BYTES:
-        every *= 2
-    return tuple(files[::every])
+def survey_chats(source: str) -> SourceSurvey:
+    """Survey a file of conversations."""
+    if next(read_conversations(source, READ_LIMITS), None) is None:
+        raise InputError(f"source {source} holds no conversation")
+    size = os.path.getsize(source) * (UNPACKED_RATIO if source.endswith(COMPRESSED) else 1)
+    return SourceSurvey(1, size, size / BYTES_PER_TOKEN, has_archives=True)
 
 
-def sample_texts(files: Iterable[File]) -> list[str]:
-    return [file.read().decode(errors="replace") for file in files]
+def bytes_per_token(texts: Sequence[str], tokenizer: Tokenizer | None) -> float:
+    """Return the mean bytes of a token of these texts; that of code in general if there is no tokenizer yet."""
+    if tokenizer is None or not any(texts):
+        return BYTES_PER_TOKEN
+    return sum(len(text.encode()) for text in texts) / sum(map(len, tokenizer.encode_batch(list(texts))))
 
 
 def _passes(file: File, filters: Filters) -> bool:
     return not is_licence(file.path) and not any(reason(file, filters) for reason in PATH_FILTERS)
-
-
-def _with_content(files: Iterable[File]) -> Iterator[File]:
-    """Read the files now, so that they can be read again after their source is closed."""
-    for file in files:
-        yield replace(file, read=partial(bytes, file.read()))

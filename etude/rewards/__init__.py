@@ -7,7 +7,7 @@ Infrastructure failures have no reward; they are exceptions of the trial. `@term
 
 from etude.rewards.effort import EffortSettings, effort, effort_units
 from etude.rewards.live_weights import LiveWeights
-from etude.rewards.monitors import MONITORS, MonitorSet, behaviour_rates
+from etude.rewards.monitors import MONITORS, behaviour_rates, monitor_readings
 from etude.rewards.reward import (
     GATES,
     GRADERS,
@@ -29,7 +29,6 @@ __all__ = [
     "TERMS",
     "EffortSettings",
     "LiveWeights",
-    "MonitorSet",
     "Reward",
     "TermResult",
     "VerifiedTrial",
@@ -39,6 +38,7 @@ __all__ = [
     "gate",
     "grade",
     "grader",
+    "monitor_readings",
     "score",
     "term",
 ]

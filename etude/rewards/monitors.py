@@ -3,10 +3,8 @@
 A monitor never changes a reward. The operator of a run responds to an alarm by giving a term a weight (`live_weights`).
 """
 
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from etude.rewards.behaviour import tool_of
 from etude.rewards.reward import Reward, VerifiedTrial
@@ -98,46 +96,26 @@ MONITORS = (
 )
 
 
-class MonitorSet:
-    """Monitors over the last `window` sessions."""
-
-    def __init__(self, monitors: Iterable[Monitor] = MONITORS, window: int = 200) -> None:
-        self.monitors = tuple(monitors)
-        self._rates: dict[str, deque[float]] = {monitor.name: deque(maxlen=window) for monitor in self.monitors}
-
-    def add(self, trial: VerifiedTrial, reward: Reward) -> None:
-        """Add a session to the window."""
-        session = MonitoredSession(trial, reward)
-        for monitor in self.monitors:
-            if (rate := monitor.rate(session)) is not None:
-                self._rates[monitor.name].append(rate)
-
-    def readings(self) -> list[MonitorReading]:
-        """Return the reading of every monitor, in their order."""
-        return [self._reading(monitor) for monitor in self.monitors]
-
-    def _reading(self, monitor: Monitor) -> MonitorReading:
-        rates = self._rates[monitor.name]
-        rate = sum(rates) / len(rates) if rates else 0.0
-        exceeded = rate < monitor.limit if monitor.alarm_below else rate > monitor.limit
-        alarm = ""
-        if exceeded and len(rates) >= monitor.min_sessions:
-            alarm = f"{monitor.description}: {rate:.0%} of {len(rates)} sessions"
-        return MonitorReading(monitor.name, rate, len(rates), alarm)
-
-    def state(self) -> dict[str, Any]:
-        """Return the window as JSON, for a checkpoint."""
-        return {name: list(rates) for name, rates in self._rates.items()}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Append the rates of a saved window."""
-        for name, rates in state.items():
-            if name in self._rates:
-                self._rates[name].extend(rates)
-
-
 def behaviour_rates(trial: VerifiedTrial, reward: Reward) -> dict[str, float]:
     """Return the rate of every monitor for one session, to be stored with its reward."""
     session = MonitoredSession(trial, reward)
     rates = {monitor.name: monitor.rate(session) for monitor in MONITORS}
     return {name: float(rate) for name, rate in rates.items() if rate is not None}
+
+
+def monitor_readings(sessions: Iterable[Mapping[str, float]], window: int = 200) -> list[MonitorReading]:
+    """Return the readings of all monitors over the rates of sessions: of each, over the last `window` that count."""
+    rates_of = [dict(rates) for rates in sessions]
+    return [
+        _reading(monitor, [rates[monitor.name] for rates in rates_of if monitor.name in rates][-window:])
+        for monitor in MONITORS
+    ]
+
+
+def _reading(monitor: Monitor, rates: Sequence[float]) -> MonitorReading:
+    rate = sum(rates) / len(rates) if rates else 0.0
+    exceeded = rate < monitor.limit if monitor.alarm_below else rate > monitor.limit
+    alarm = f"{monitor.description}: {rate:.0%} of {len(rates)} sessions"
+    return MonitorReading(
+        monitor.name, rate, len(rates), alarm if exceeded and len(rates) >= monitor.min_sessions else ""
+    )

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from etude.rewards.monitors import MonitorSet
+from etude.rewards.monitors import monitor_readings
 from etude.rollouts.queue import ReadyGroup, RolloutQueue
 
 Facts = dict[str, Any]
@@ -177,10 +177,8 @@ def incident_facts(queue: RolloutQueue, step: int) -> Facts:
 
 def monitor_facts(rewards: Iterable[Mapping[str, Any]]) -> Facts:
     """Return the rates of all monitors over these sessions, and their alarms."""
-    monitors = MonitorSet(window=MONITOR_WINDOW)
-    for reward in rewards:
-        monitors.restore({name: [rate] for name, rate in reward.get("habits", {}).items()})
-    readings = [reading for reading in monitors.readings() if reading.sessions]
+    found = monitor_readings((reward.get("habits", {}) for reward in rewards), MONITOR_WINDOW)
+    readings = [reading for reading in found if reading.sessions]
     record: Facts = {f"habit/{reading.name}": reading.rate for reading in readings}
     return record | ({"alarms": [reading.alarm for reading in readings if reading.alarm]} if readings else {})
 

@@ -13,7 +13,7 @@ from etude.errors import InputError
 from etude.harness.trace import Cost, Step
 from etude.rewards import TERMS, Reward, TermResult, VerifiedTrial, effort, grade, grader, score
 from etude.rewards.live_weights import FILE, LOG, LiveWeights
-from etude.rewards.monitors import MONITORS, MonitoredSession, MonitorSet
+from etude.rewards.monitors import MONITORS, MonitoredSession, behaviour_rates, monitor_readings
 
 
 def value(name: str, trial: VerifiedTrial) -> float:
@@ -237,17 +237,12 @@ def unwanted(name: str) -> VerifiedTrial:
 @pytest.mark.parametrize("name", [monitor.name for monitor in MONITORS])
 def test_each_monitor_alarms_at_its_behaviour_and_not_at_good_work(name: str) -> None:
     good = case(did("read_file"), changes=[changed("a.py", "x = 1\n", "x = 2\n")])
-    monitors = MonitorSet()
+    sessions: list[dict[str, float]] = []
 
     def watched(trial: VerifiedTrial, times: int) -> set[str]:
         reward: Reward = score(trial, {"correctness": 1.0})
-        for _ in range(times):
-            monitors.add(trial, reward)
-        return {reading.name for reading in monitors.readings() if reading.alarm}
+        sessions.extend(json.loads(json.dumps([behaviour_rates(trial, reward)] * times)))
+        return {reading.name for reading in monitor_readings(sessions) if reading.alarm}
 
     assert watched(good, 100) == set()
-    alarms = watched(unwanted(name), 200)
-    assert name in alarms
-    again = MonitorSet()
-    again.restore(json.loads(json.dumps(monitors.state())))
-    assert {reading.name for reading in again.readings() if reading.alarm} == alarms
+    assert name in watched(unwanted(name), 200)
