@@ -38,7 +38,7 @@ def test_version_and_help() -> None:
 
 
 def test_the_command_starts_without_torch() -> None:
-    code = "import sys, etude.cli, etude.pipeline, etude.recipe.recipe; sys.exit('torch' in sys.modules)"
+    code = "import sys, etude.cli, etude.pipeline.stages, etude.recipe.recipe; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT).returncode == 0
 
 

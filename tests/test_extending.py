@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -119,8 +120,13 @@ def test_all_of_them_run_in_reinforcement_learning_from_an_installed_package(
     directory: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     installed = tmp_path_factory.mktemp("site")
+    source = tmp_path_factory.mktemp("source")  # a build leaves files in its directory
+    for name in ("etude", "etude_nano"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
     options = ["--no-deps", "--no-build-isolation", "--no-index", "-q", "--target", str(installed)]
-    subprocess.run([sys.executable, "-m", "pip", "install", *options, str(ROOT)], check=True)
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, str(source)], check=True)
     path = os.pathsep.join([str(installed), sysconfig.get_path("purelib")])
     ran = etude(directory, "run", "recipe.toml", "--out", "run", "--json", path=path)
     assert ran.returncode == 0, ran.stderr

@@ -172,3 +172,6 @@ def _corpus_facts(run: Run, name: str) -> dict[str, int]:
     corpus = next(artefact.path for artefact in run.artefacts("corpus") if artefact.name == name)
     splits = read_manifest(corpus)["splits"]
     return {split: entry["tokens"] for split, entry in splits.items() if entry["tokens"]}
+
+
+TASKS, CORPUS = TasksStage("tasks"), CorpusStage("corpus")

@@ -190,3 +190,6 @@ class NllStage(Stage[NllSettings]):
         facts = dataclasses.asdict(score)
         run.log("nll", 0, **facts)
         return facts
+
+
+TOKENIZER, BASE, INIT, NLL = TokenizerStage("tokenizer"), BaseStage("base"), InitStage("init"), NllStage("nll")

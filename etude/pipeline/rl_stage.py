@@ -373,3 +373,6 @@ def rl_disk(settings: RlSettings, config: ModelConfig, held_out: int) -> int:
     weights = store_bytes(config, settings) if not settings.weights.store else 0
     kept = max_checkpoints(settings, settings.steps, halfway=False)
     return kept * checkpoint + weights + sessions * TRACE_BYTES + POD_STORE_BYTES
+
+
+RL = RlStage("rl")

@@ -3,34 +3,34 @@
 A run can be interrupted anywhere: a resume skips finished stages and starts the unfinished one again.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from etude.config import Registry
 from etude.errors import InputError, Interrupted
-from etude.pipeline.data_stages import CorpusStage, TasksStage
-from etude.pipeline.model_stages import BaseStage, InitStage, NllStage, TokenizerStage
-from etude.pipeline.rl_stage import RlStage
-from etude.pipeline.stage import Facts, Stage
-from etude.pipeline.training_stages import TrainingStage
 from etude.recipe.recipe import Recipe
 from etude.runs.loggers import attach_loggers
 from etude.runs.run import Run
 from etude.system.progress import progress_bars, progress_line
 
-_CLASSES: dict[str, type[Stage[Any]]] = {
-    "tokenizer": TokenizerStage,
-    "base": BaseStage,
-    "init": InitStage,
-    "tasks": TasksStage,
-    "corpus": CorpusStage,
-    "pretrain": TrainingStage,
-    "mtp": TrainingStage,
-    "extend": TrainingStage,
-    "sft": TrainingStage,
-    "rl": RlStage,
-    "nll": NllStage,
+if TYPE_CHECKING:
+    from etude.pipeline.stage import Stage
+
+if TYPE_CHECKING:
+    pass
+
+_MODULES = {
+    "model_stages": ("tokenizer", "base", "init", "nll"),
+    "data_stages": ("tasks", "corpus"),
+    "training_stages": ("pretrain", "mtp", "extend", "sft"),
+    "rl_stage": ("rl",),
 }
-STAGES = {name: stage(name) for name, stage in _CLASSES.items()}
+# A stage is imported when it is used, because it loads torch.
+STAGES: "Registry[Stage[Any]]" = Registry(
+    "stage",
+    lazy={name: f"etude.pipeline.{module}:{name.upper()}" for module, names in _MODULES.items() for name in names},
+)
 
 
 def chosen_stages(recipe: Recipe, only: str | None) -> tuple[str, ...]:
@@ -65,6 +65,6 @@ def run_recipe(recipe: Recipe, out: Path, resume: bool = False, only: str | None
         raise Interrupted(f"stopped{position}; the same command with --resume continues") from None
 
 
-def summarize_stage(stage: str, facts: Facts) -> str:
+def summarize_stage(stage: str, facts: Mapping[str, Any]) -> str:
     """Return the summary of a finished stage; the first line begins with its name."""
     return f"{stage}: {STAGES[stage].summarize(facts)}"

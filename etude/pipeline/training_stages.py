@@ -183,3 +183,6 @@ def _built(name: str, recipe: Recipe) -> Any:
     """Return the settings of a corpus of this run; the recipe checks that it builds what it names."""
     assert recipe.corpus is not None
     return next(each for each in recipe.corpus.build if each.name == name)
+
+
+PRETRAIN, MTP, EXTEND, SFT = (TrainingStage(name) for name in ("pretrain", "mtp", "extend", "sft"))

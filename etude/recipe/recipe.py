@@ -4,8 +4,8 @@ Every key acts or is an error: unknown keys, wrong types, tables of stages that 
 stages would ignore are all reported, together. Nothing is coerced. Relative paths are resolved against the recipe
 file; a loaded recipe holds absolute ones only. The order of the stages' fields in `Recipe` is the pipeline order.
 
-To add a stage: give its settings class a field here, and the stage an entry in `etude.pipeline.stages.STAGES` and in
-`etude.pipeline.dry_run.stages.STAGE_PLANNERS`.
+To add a stage: give its settings class a field here, and write a `etude.pipeline.stage.Stage` that
+`etude.pipeline.stages.STAGES` names.
 """
 
 import json
