@@ -40,7 +40,6 @@ def test_a_machine_without_cgroups_or_psi(kernel: Kernel) -> None:
     assert (reading.memory_total, reading.memory_available) == (64 * GIB, 32 * GIB)
     assert (reading.cpu_some, reading.memory_some, reading.memory_full, reading.io_full) == (None,) * 4
     assert reading.load == 1.5
-    assert reading.fill == 0.5
     assert 0 < reading.disk_free <= reading.disk_total
 
 

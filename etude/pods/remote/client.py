@@ -42,8 +42,13 @@ RESPONSE_S = 60.0
 LONG_S = 1800.0  # for requests that move or copy files
 RETRIES = (0.1, 0.4)  # seconds between attempts of idempotent requests
 RECONNECT_S = 30.0  # at least, before reconnecting to a pod is given up
-# A creation may wait for admission without a byte: the kernel finds out whether the host is still there.
-KEEPALIVE = ((socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1), (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 20))
+# A creation may wait for admission without a byte: the kernel finds out within 50 s whether the host is still there.
+KEEPALIVE = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 20),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+)
 
 
 class RemoteHostClient(HostClient):
@@ -129,7 +134,8 @@ class RemoteHostClient(HostClient):
         name = image if isinstance(image, str) else image.id
         lease = 0.0 if detached else self.lease
         request = messages.to_json({"image": name, "ttl": ttl, "timeout": timeout, "lease": lease, **options})
-        body = await self.request("POST", "/pods", retry=False, wait=None, json=request)
+        wait = None if timeout is None else timeout + RESPONSE_S
+        body = await self.request("POST", "/pods", retry=False, wait=wait, json=request)
         return await self._connect_pod(parse(PodDescription, body, self.url), renews=not detached)
 
     async def _connect_pod(self, description: PodDescription, renews: bool) -> "RemotePod":

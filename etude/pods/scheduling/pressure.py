@@ -35,11 +35,6 @@ class Pressure:
     load: float  # processes running or waiting, averaged over a minute
     cores: float  # usable by this process: 0.5 is half of one
 
-    @property
-    def fill(self) -> float:
-        """Return the fraction of memory in use, 0 to 1."""
-        return 1 - self.memory_available / self.memory_total
-
 
 _readings: dict[tuple[str, str], tuple[float, Pressure]] = {}
 
