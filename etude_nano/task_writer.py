@@ -97,6 +97,8 @@ def task_files(draft: NanoTaskDraft, name: str, split: str, seed: int, difficult
         "register": draft.register,
         "sites": list(draft.sites),
     }
+    if draft.solution and draft.solution.keys() <= draft.repo.keys():
+        metadata["scope"] = [f"/{path}" for path in draft.solution]
     if not draft.may_edit:
         metadata["carry"] = [FINAL_MESSAGE_PATH]
     # JSON strings, numbers, booleans and lists of them are valid TOML values.

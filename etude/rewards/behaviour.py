@@ -8,6 +8,7 @@ claims.
 import re
 from typing import Any
 
+from etude.globs import Globs
 from etude.rewards.diff import comments, line_changes
 from etude.rewards.reward import TermResult, VerifiedTrial, term
 
@@ -100,6 +101,18 @@ def untrue_claims(trial: VerifiedTrial) -> TermResult:
     ran = last is not None
     wrong = bool(claim) and (not ran or last != 0)
     return TermResult(-1.0 if wrong else 0.0, {"said": claim, "last_test_exit": last})
+
+
+@term
+def diff_scope(trial: VerifiedTrial) -> TermResult:
+    """Penalise the share of changed files outside the task's `metadata.scope`; 0 for tasks without it.
+
+    Generated tasks whose solution only changes existing files have those as their scope.
+    """
+    changed = [change.path for change in trial.verifier_result.changes if not change.path.startswith("/")]
+    scope = trial.task.metadata.get("scope")
+    outside = [path for path in changed if not Globs(scope).matches(path)] if scope else []
+    return TermResult(-len(outside) / len(changed) if outside else 0.0, {"outside": outside[:20]})
 
 
 @term

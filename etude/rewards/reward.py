@@ -52,7 +52,7 @@ Grader = Callable[[VerifiedTrial], Awaitable[TermResult]]
 
 TERMS = Registry[Term]("reward term", modules=("etude.rewards.terms", "etude.rewards.behaviour"))
 GATES = Registry[Gate]("gate", modules=("etude.rewards.gates",))
-GRADERS = Registry[Grader]("grader")
+GRADERS = Registry[Grader]("grader", modules=("etude.rewards.graders",))
 term, gate, grader = TERMS.add, GATES.add, GRADERS.add  # decorators
 
 

@@ -130,11 +130,13 @@ def test_a_claim_must_match_the_last_test_run(final: str, exit_code: int | None,
     assert value("untrue_claims", case(*ran, final=final)) == expected
 
 
-def test_leftovers() -> None:
+def test_scope_and_leftovers() -> None:
     changes = [
         changed("src/a.py", "x = 1\n", 'x = 1\nprint("DEBUG", x)\nbreakpoint()\n'),
         changed("debug_a.py", None, "1\n"),
     ]
+    assert value("diff_scope", case(changes=changes, metadata={"scope": ["/src/a.py"]})) == pytest.approx(-0.5)
+    assert value("diff_scope", case(changes=changes)) == 0
     assert value("leftovers", case(changes=changes)) == pytest.approx(-0.75)
     assert value("leftovers", case(changes=[changed("tests/test_a.py", None, "breakpoint()\n")])) == 0
 
@@ -193,6 +195,20 @@ def test_a_grader_runs_when_it_has_a_weight_and_feeds_the_reward() -> None:
     assert reward.total == 2.0
     assert reward.parts["tidiness"] == 1.0
     assert reward.evidence["tidiness"] == {"value": 0.5, "comment": "could be shorter"}
+
+
+def test_new_lints_counts_findings_that_the_change_brings() -> None:
+    old = "import os\nimport sys\n\nprint(os)\n"  # one unused import
+    changes = [
+        changed("a.py", old, old + "import json\nx = undefined\n"),
+        changed("b.py", None, "import re\n"),
+        changed("c.py", "import os\n", None),
+        changed("d.txt", None, "import os\n"),
+    ]
+    (found,) = asyncio.run(grade(case(changes=changes), {"new_lints": 1.0})).grades.values()
+    assert found.value == pytest.approx(-0.4), found.evidence  # E402, F401 and F821 in a.py, F401 in b.py
+    (clean,) = asyncio.run(grade(case(changes=[changed("a.py", old, old)]), {"new_lints": 1.0})).grades.values()
+    assert clean.value == 0
 
 
 # ------------------------------------------------------------------------------------------------- during a run

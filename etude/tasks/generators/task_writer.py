@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -53,6 +54,8 @@ def task_toml(repository: Repository, draft: TaskDraft, name: str, source: str, 
         "register": draft.register,
         **draft.metadata,
     }
+    if draft.solution and draft.solution.keys() <= repository.files.keys():
+        metadata["scope"] = ["/" + re.sub(r"([*?\[{\\])", r"\\\1", path) for path in sorted(draft.solution)]
     if draft.answer:
         metadata["carry"] = [FINAL_MESSAGE]
     table = {
