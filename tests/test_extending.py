@@ -87,6 +87,21 @@ def test_the_family_computes_what_transformers_computes(directory: Path) -> None
     assert (found - expected).abs().max() < 1e-5
 
 
+def test_a_checkpoint_names_the_plugin_of_its_family(directory: Path) -> None:
+    text = (directory / "recipe.toml").read_text().partition("[tokenizer]")[2].partition("[init.config]")[2]
+    sizes = dict(line.split(" = ") for line in text.partition("[[")[0].split("\n") if line)
+    config = {key: json.loads(value) for key, value in sizes.items()} | {"vocab_size": 64}
+    (directory / "config.json").write_text(json.dumps(config))
+    code = "from etude.model.config import ModelConfig; print(ModelConfig.load('.').family)"
+    load = [sys.executable, "-c", code]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    alone = subprocess.run(load, cwd=directory, env=environment, capture_output=True, text=True)
+    assert "model_type is 'qwen2'; did you mean qwen3" in alone.stderr
+    (directory / "agent.json").write_text(json.dumps({"plugins": [str(directory / "qwen2.py")]}))
+    found = subprocess.run(load, cwd=directory, env=environment, capture_output=True, text=True)
+    assert found.stdout == "qwen2\n", found.stderr
+
+
 def test_the_objective_is_clipped(directory: Path) -> None:
     import_plugins([str(directory / "clipped_ppo.py")])
     from etude.rl.settings import OBJECTIVES

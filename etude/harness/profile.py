@@ -4,22 +4,20 @@ Training writes them into the checkpoint as `agent.json`; `etude serve`, `etude 
 that a model is shown in use what it was shown in training.
 """
 
-import json
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from etude.chat.dialects import DIALECTS
-from etude.config import Settings, import_plugins, make_settings, registered
+from etude.config import Settings, make_settings, registered
 from etude.errors import InputError
 from etude.harness.budget import Budget
 from etude.harness.summary import SummarySettings
 from etude.harness.tool_set import ToolSet
 from etude.harness.tools.executor import exposed_tools
-from etude.model.config import PROFILE_FILE
+from etude.model.config import PROFILE_FILE, import_checkpoint_plugins
 
 DEFAULT_TURNS = 50  # of a session with a model that has no profile
 
@@ -86,10 +84,8 @@ class AgentProfile(SessionSettings):
         file = directory / PROFILE_FILE
         if not file.is_file():
             return None
-        data = file.read_bytes()
-        with suppress(ValueError, AttributeError, TypeError):  # from_json explains what is wrong
-            import_plugins(json.loads(data).get("plugins", ()))
-        return cls.from_json(data, str(file))
+        import_checkpoint_plugins(directory)
+        return cls.from_json(file.read_bytes(), str(file))
 
     @classmethod
     def for_model(cls, found: Self | None, window: int, changes: Mapping[str, Any]) -> Self:

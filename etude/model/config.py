@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from etude.config import Registry
+from etude.config import Registry, import_plugins
 from etude.errors import InputError
 
 HuggingFaceConfig = Mapping[str, Any]
@@ -120,6 +121,7 @@ class ModelConfig:
             raise InputError(f"{path}: not readable as JSON ({problem})") from None
         if not isinstance(source, dict):
             raise InputError(f"{path}: expected a JSON object, found {type(source).__name__}")
+        import_checkpoint_plugins(Path(directory))
         return cls.from_hugging_face(source, str(path))
 
     def evolve(self, **changes: Any) -> ModelConfig:
@@ -128,6 +130,14 @@ class ModelConfig:
         text = {**(outer.get("text_config") or outer), **changes}
         text = {key: value for key, value in text.items() if key not in changes or value is not None}
         return self.from_hugging_face({**outer, "text_config": text} if "text_config" in outer else text)
+
+
+def import_checkpoint_plugins(directory: Path) -> None:
+    """Import the plugins that a checkpoint's agent.json names: its model family or its tools may come from them."""
+    file = directory / PROFILE_FILE
+    if file.is_file():
+        with suppress(ValueError, AttributeError, TypeError):  # AgentProfile.load explains what is wrong
+            import_plugins(json.loads(file.read_bytes()).get("plugins", ()))
 
 
 def with_rope(
