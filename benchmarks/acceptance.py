@@ -17,8 +17,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from etude.data.shards import Shards
-from etude.inference.engine import Engine, EngineOptions
+from etude.inference.engine import Engine
 from etude.inference.sampling import Sampling
+from etude.inference.settings import EngineOptions
 from etude.model import load
 from etude.model.mtp import load_mtp
 

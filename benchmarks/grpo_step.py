@@ -36,8 +36,9 @@ from rich.console import Console
 from rich.table import Table
 
 from etude.harness.trace import Segment, SegmentBuilder
-from etude.inference.engine import Engine, EngineOptions
+from etude.inference.engine import Engine
 from etude.inference.sampling import Sampling
+from etude.inference.settings import EngineOptions
 from etude.model import ModelConfig, Transformer, initialize, load, save
 from etude.model.checkpoint import checkpoint_views
 from etude.rl.advantages import token_advantages

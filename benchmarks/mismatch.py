@@ -18,9 +18,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from etude.inference.engine import Engine, EngineOptions
+from etude.inference.engine import Engine
 from etude.inference.request import SequenceState
 from etude.inference.sampling import Sampling
+from etude.inference.settings import EngineOptions
 from etude.kernels.attention import Documents
 from etude.kernels.loss import IGNORE, token_logprobs
 from etude.model.config import ModelConfig

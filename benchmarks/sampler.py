@@ -18,8 +18,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from etude.inference.engine import Engine, EngineOptions
+from etude.inference.engine import Engine
 from etude.inference.sampling import Sampling
+from etude.inference.settings import EngineOptions
 from etude.model.config import ModelConfig
 from etude.model.transformer import Transformer, initialize
 

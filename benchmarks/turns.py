@@ -25,10 +25,11 @@ from sampler import NANO, SMOLLM2
 
 from etude.inference import graphs, server
 from etude.inference.clients.http import HttpPolicy
-from etude.inference.engine import Engine, EngineOptions
+from etude.inference.engine import Engine
 from etude.inference.request import Completion
 from etude.inference.sampling import Sampling
 from etude.inference.service import EngineService
+from etude.inference.settings import EngineOptions
 from etude.model.config import ModelConfig
 from etude.model.transformer import Transformer, initialize
 

@@ -16,8 +16,9 @@ import torch
 from etude.data.packing import Batch
 from etude.evaluation.plot import Axis, Bars, Line, Panel
 from etude.harness.trace import Segment, SegmentBuilder
-from etude.inference.engine import CachePolicy, Engine, EngineOptions
+from etude.inference.engine import Engine
 from etude.inference.sampling import Sampling
+from etude.inference.settings import CachePolicy, EngineOptions
 from etude.kernels.loss import IGNORE, token_logprobs
 from etude.model.moe import Routing
 from etude.model.transformer import Transformer, initialize

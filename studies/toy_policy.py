@@ -15,10 +15,11 @@ import torch
 
 from etude.errors import InputError
 from etude.harness.trace import Segment
-from etude.inference.engine import Engine, EngineOptions
+from etude.inference.engine import Engine
 from etude.inference.policy import PolicyBase, Weights
 from etude.inference.request import Completion, SequenceState
 from etude.inference.sampling import Sampling
+from etude.inference.settings import EngineOptions
 from etude.model.config import ModelConfig
 from etude.model.transformer import Transformer, initialize
 from etude.rl.advantages import token_advantages

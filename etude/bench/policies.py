@@ -270,24 +270,26 @@ async def open_policy(
 
     # Imported here: endpoints need neither torch nor the engine.
     from etude.inference.clients.inprocess import InProcessPolicy
-    from etude.inference.engine import Engine, EngineOptions
+    from etude.inference.engine import open_engine
     from etude.inference.service import EngineService
-    from etude.kernels import usable_device
-    from etude.model.checkpoint import load
+    from etude.inference.settings import EngineOptions
 
-    tokenizer = Tokenizer.load(policy.directory)
-    network = await asyncio.to_thread(load, policy.directory, device=usable_device(device))
     kv_cache_tokens = max(profile.window, min(MAX_CACHE_TOKENS, at_once * profile.window))
     options = EngineOptions(
         kv_cache_tokens=(-(-kv_cache_tokens // PAGE_SIZE) + 2) * PAGE_SIZE, page_size=PAGE_SIZE, max_sequences=at_once
     )
-    async with EngineService(Engine(network, options, tokenizer=tokenizer)) as service:
+    engine = await asyncio.to_thread(open_engine, policy.directory, options, device=device)
+    assert engine.tokenizer is not None
+    async with EngineService(engine) as service:
 
         async def check(failure: RolloutFailed) -> None:
             if service.failure is not None:
                 raise service.failure
 
-        window, dialect = min(profile.window, service.max_sequence_tokens), dialect_for(tokenizer, profile.dialect)
+        window, dialect = (
+            min(profile.window, service.max_sequence_tokens),
+            dialect_for(engine.tokenizer, profile.dialect),
+        )
         yield OpenedPolicy(PolicyBinding(InProcessPolicy(service), dialect, window, policy.name), check)
 
 

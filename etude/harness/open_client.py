@@ -23,6 +23,7 @@ from etude.inference.clients.openai import OpenAIChat
 from etude.inference.clients.transport import RetryPolicy, ServerError
 from etude.inference.policy import Policy
 from etude.inference.sampling import Sampling
+from etude.inference.settings import EngineOptions
 from etude.model.config import ModelConfig
 
 CHAT_WINDOW = 128_000  # tokens, for an endpoint that reports no limit
@@ -82,19 +83,14 @@ async def _local_checkpoint(model: ModelOptions, session: str) -> AsyncIterator[
     tokenizer = Tokenizer.load(directory)
 
     # Imported here because torch's compiler and the engine are slow to load.
-    from etude.chat.tokenizer import check_vocabulary
     from etude.inference.clients.inprocess import InProcessPolicy
-    from etude.inference.engine import Engine, EngineOptions
+    from etude.inference.engine import open_engine
     from etude.inference.service import EngineService
-    from etude.kernels import usable_device
-    from etude.model.checkpoint import load
 
-    network = load(directory, device=usable_device(model.device))
-    check_vocabulary(tokenizer, network.config.vocab_size, str(directory))
-    profile = checkpoint_profile(directory, network.config.max_length, model.session)
+    profile = checkpoint_profile(directory, ModelConfig.load(directory).max_length, model.session)
     window = profile.window or 0
     options = EngineOptions(kv_cache_tokens=-(-window // PAGE) * PAGE + 2 * PAGE, page_size=PAGE, max_sequences=1)
-    async with EngineService(Engine(network, options, tokenizer=tokenizer)) as service:
+    async with EngineService(open_engine(directory, options, device=model.device)) as service:
         yield _token_client(model, InProcessPolicy(service), tokenizer, profile, session)
 
 

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from etude.inference.clients.sglang import SglangPolicy as SglangPolicy
     from etude.inference.clients.vllm import VllmPolicy as VllmPolicy
     from etude.inference.engine import Engine as Engine
-    from etude.inference.engine import EngineOptions as EngineOptions
     from etude.inference.policy import Policy as Policy
     from etude.inference.policy import PolicyBase as PolicyBase
     from etude.inference.request import Completion as Completion
     from etude.inference.sampling import Sampling as Sampling
     from etude.inference.service import EngineService as EngineService
+    from etude.inference.settings import EngineOptions as EngineOptions
 
 __getattr__ = lazy_exports(__name__)

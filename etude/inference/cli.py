@@ -15,8 +15,6 @@ from etude.errors import InputError
 if TYPE_CHECKING:
     import torch
 
-    from etude.inference.engine import Engine, EngineOptions
-
 
 def serve(
     checkpoint: Annotated[
@@ -58,8 +56,9 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, OpenAI-compatible and token-exact, until SIGTERM."""
     from etude.inference import server
-    from etude.inference.engine import EngineOptions
+    from etude.inference.engine import open_engine
     from etude.inference.service import EngineService
+    from etude.inference.settings import EngineOptions
 
     token, torch_dtype = server.read_token(host, token_file), _dtype(dtype)
     options = EngineOptions(
@@ -72,7 +71,7 @@ def serve(
     )
     model_name = name or checkpoint.resolve().name
     with server.bind(host, port) as listener:  # before loading, which takes minutes: the port may be taken
-        engine = _engine(checkpoint, torch_dtype, device, options)
+        engine = open_engine(checkpoint, options, dtype=torch_dtype, device=device)
         model = server.ServedModel.of(model_name, engine.tokenizer, dialect, _read_profile(checkpoint))
         if model.dialect is None:
             print(f"etude: warning: no chats: {model.problem}", file=sys.stderr)
@@ -92,26 +91,6 @@ def serve(
         if not server.is_loopback(host):
             print("etude: warning: no TLS: the token and all traffic are sent in the clear", file=sys.stderr)
         asyncio.run(serve_until_stopped())
-
-
-def _engine(checkpoint: Path, dtype: torch.dtype | None, device: str, options: EngineOptions) -> Engine:
-    """Return an engine for a checkpoint, with its MTP layers if drafts are asked for."""
-    from etude.chat.tokenizer import Tokenizer, check_vocabulary
-    from etude.inference.engine import Engine
-    from etude.kernels import usable_device
-    from etude.model.checkpoint import load
-    from etude.model.mtp import MTP_FILE, load_mtp, mtp_file
-
-    tokenizer = Tokenizer.load(checkpoint)
-    if options.drafts and mtp_file(checkpoint) is None:
-        raise InputError(
-            f"--drafts {options.drafts}: {checkpoint} has no MTP layers to draft with ({MTP_FILE}); leave --drafts out"
-        )
-    model = load(checkpoint, dtype=dtype, device=usable_device(device))
-    check_vocabulary(tokenizer, model.config.vocab_size, str(checkpoint))
-    weight = model.head_weight
-    mtp = load_mtp(checkpoint, model.config, weight.dtype, weight.device) if options.drafts else None
-    return Engine(model, options, tokenizer=tokenizer, mtp=mtp)
 
 
 def _read_profile(checkpoint: Path) -> dict[str, Any] | None:

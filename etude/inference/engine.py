@@ -6,59 +6,39 @@ nothing of threads or servers; `service.py` runs it in a thread for async caller
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from etude.chat.tokenizer import Tokenizer
+from etude.chat.tokenizer import Tokenizer, check_vocabulary
 from etude.errors import InputError
 from etude.inference.paged import PagedCache, make_batch, slots_of
 from etude.inference.pages import PagePool, PrefixRoots
 from etude.inference.request import Ending, SequenceState, make_sequences
 from etude.inference.sampling import Sampling, SamplingTensors, draw
 from etude.inference.scheduler import ScheduledStep, Scheduler
+from etude.inference.settings import EngineOptions
 from etude.inference.speculation import Speculator
 from etude.inference.weight_update import copy_weights
+from etude.kernels import usable_device
 from etude.kernels.draw import Drawn
 from etude.kernels.linear import pack, pays_to_pack
+from etude.model.checkpoint import load
 from etude.model.layers import Linear
 from etude.model.moe import Routing
-from etude.model.mtp import MTP
+from etude.model.mtp import MTP, load_mtp, mtp_file
 from etude.model.transformer import Transformer
 
 if TYPE_CHECKING:
     from etude.inference.graphs import CudaGraphRunner
 
-CachePolicy = Literal["keep", "recompute"]
 INVARIANT_CHUNK = 256  # tokens of a prefill chunk when a sequence's numbers must not depend on the batch
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """Size of the KV cache and of a step, and how they are used."""
-
-    kv_cache_tokens: int = 65_536  # capacity of the KV cache, over all sequences
-    page_size: int = 16  # tokens of a page
-    max_sequences: int = 64  # running at once
-    max_step_tokens: int = 512  # of one step: decoding sequences first, then prefill chunks
-    prefix_caching: bool = True  # sequences with the same prefix share pages
-    on_swap: CachePolicy = "keep"  # keep or recompute cached keys and values when new weights are loaded
-    drafts: int = 0  # tokens drafted by the MTP layer for each verification; 0: no speculation
-    burst: int = 16  # tokens decoded between two returns to the host, where graphs are captured
-    invariant: bool = False  # a sequence's numbers never depend on what else is in the batch; slower
-
-    def __post_init__(self) -> None:
-        for name in ("kv_cache_tokens", "page_size", "max_sequences", "max_step_tokens", "burst"):
-            if (value := getattr(self, name)) < 1:
-                raise InputError(f"engine: {name} is {value}; expected at least 1")
-        if self.drafts < 0:
-            raise InputError(f"engine: drafts is {self.drafts}; expected 0 (none) or more")
 
 
 class Engine:
@@ -369,6 +349,20 @@ class Engine:
             if any(stop in text for stop in sequence.sampling.stop_text):
                 return count, "stop"
         return len(tokens), ending
+
+
+def open_engine(
+    checkpoint: Path, options: EngineOptions, *, dtype: torch.dtype | None = None, device: str = "auto"
+) -> Engine:
+    """Return an engine for a checkpoint, with its MTP layers if it drafts; `dtype` is that of the files by default."""
+    tokenizer = Tokenizer.load(checkpoint)
+    if options.drafts and mtp_file(checkpoint) is None:
+        raise InputError(f"drafts = {options.drafts}: {checkpoint} has no MTP layers to draft with; leave drafts out")
+    model = load(checkpoint, dtype=dtype, device=usable_device(device))
+    check_vocabulary(tokenizer, model.config.vocab_size, str(checkpoint))
+    weight = model.head_weight
+    mtp = load_mtp(checkpoint, model.config, weight.dtype, weight.device) if options.drafts else None
+    return Engine(model, options, tokenizer=tokenizer, mtp=mtp)
 
 
 def pack_weights(model: Transformer) -> None:

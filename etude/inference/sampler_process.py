@@ -23,16 +23,13 @@ from typing import Any, NoReturn
 
 import torch
 
-from etude.chat.tokenizer import Tokenizer, check_vocabulary
 from etude.config import load_table
 from etude.errors import EtudeError, InputError
 from etude.inference import server
-from etude.inference.engine import Engine, EngineOptions
+from etude.inference.engine import Engine, open_engine
 from etude.inference.service import EngineBroken, EngineService
 from etude.inference.settings import SamplerRunSettings
 from etude.inference.weight_update import check_finite
-from etude.kernels import usable_device
-from etude.model.checkpoint import load
 from etude.runs.layout import RunLayout
 from etude.runs.service_status import SAMPLER, sampler_token, write_status
 from etude.system.processes import die_with_parent, parent_process
@@ -44,44 +41,8 @@ REPORT_S = 1.0
 LOAD_S = 120.0  # for the engine to take new weights between two steps
 BACKOFF = 4.0  # after a failed read of the store, times its duration: broken chains of large models are slow to read
 CLOSE_S = 5.0  # for connections to close at the end
-TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-@dataclass(frozen=True)
-class SamplerProcessSettings:
-    """The configuration of one sampler process."""
-
-    model: Path
-    store: str
-    engine: EngineOptions
-    device: str = "auto"
-    dtype: str = "float32"
-    threads: int = 0
-    host: str = "127.0.0.1"
-    poll_s: float = 0.2
-    first_version_s: float = 600.0  # the trainer must first load the model and upload all of it
-    stuck_s: float = 300.0  # without a step while there are requests; a first step may compile kernels
-
-
-def process_settings(layout: RunLayout, settings: SamplerRunSettings) -> SamplerProcessSettings:
-    """Return the settings of a sampler process from the recipe of its run."""
-    sampler = settings.sampler
-    options = EngineOptions(
-        kv_cache_tokens=sampler.kv_cache_tokens,
-        max_sequences=sampler.max_sequences,
-        max_step_tokens=sampler.max_step_tokens,
-        on_swap=sampler.on_swap,
-    )
-    return SamplerProcessSettings(
-        model=layout.model,
-        store=settings.weights.store or layout.store,
-        engine=options,
-        device=sampler.device,
-        dtype=settings.precision,
-        threads=sampler.threads,
-        poll_s=settings.weights.poll_s,
-        first_version_s=settings.stall_s,
-    )
+STUCK_S = 300.0  # without a step while there are requests; a first step may compile kernels
+HOST = "127.0.0.1"
 
 
 # ------------------------------------------------------------------------------------------ weight versions
@@ -172,9 +133,10 @@ class VersionFollower:
 class Sampler:
     """One engine with its HTTP server, its weight updates and its status reports."""
 
-    def __init__(self, layout: RunLayout, name: str, settings: SamplerProcessSettings) -> None:
+    def __init__(self, layout: RunLayout, name: str, settings: SamplerRunSettings) -> None:
         self.layout, self.name, self.settings = layout, name, settings
-        self.follower = VersionFollower(MeteredObjectStore(settings.store))
+        self.store = settings.weights.store or layout.store
+        self.follower = VersionFollower(MeteredObjectStore(self.store))
         self.service: EngineService | None = None
         self._state, self._waiting_for, self._url = "starting", "", ""
         self._loaded: dict[str, Any] = {"version": None, "checksum": ""}
@@ -189,8 +151,8 @@ class Sampler:
             signal.signal(number, _stop)
         threading.Thread(target=self._report, name="report", daemon=True).start()
         try:
-            with server.bind(self.settings.host, 0) as listener:
-                engine = open_engine(self.settings)
+            with server.bind(HOST, 0) as listener:
+                engine = self._open_engine()
                 self._begin(engine)
                 asyncio.run(self._serve(engine, listener))
         except Stopped:
@@ -202,19 +164,27 @@ class Sampler:
             self._state, self._waiting_for, self._url = "ended", "", ""
             self.write()
 
+    def _open_engine(self) -> Engine:
+        """Return an engine with the model that the run started from; the first version replaces its weights."""
+        sampler = self.settings.sampler
+        if sampler.threads:
+            torch.set_num_threads(sampler.threads)
+        dtype = getattr(torch, self.settings.precision)
+        return open_engine(self.layout.model, sampler, dtype=dtype, device=sampler.device)
+
     def _begin(self, engine: Engine) -> None:
         """Wait for a first usable version, and warm up the engine meanwhile."""
         warming = engine.warm_up()
-        deadline = time.monotonic() + self.settings.first_version_s
+        deadline = time.monotonic() + self.settings.stall_s
         while (fetched := self.follower.poll()) is None or not self._usable(fetched):
-            store = self.settings.store
+            store = self.store
             self._set_state("waiting", f"a first version in {store}")
             if time.monotonic() > deadline:
-                waited = f"after {self.settings.first_version_s:g} s there is no usable version in {store}"
+                waited = f"after {self.settings.stall_s:g} s there is no usable version in {store}"
                 why = self.follower.problem or "the trainer publishes one when it starts"
                 raise EtudeError(f"{waited}: {why}")
             if not next(warming, False):
-                time.sleep(self.settings.poll_s)
+                time.sleep(self.settings.weights.poll_s)
         self._set_state("starting", "the engine")
         started = time.perf_counter()
         engine.load(fetched.state, fetched.version.number)
@@ -248,7 +218,7 @@ class Sampler:
     def _follow(self, service: EngineService, loop: asyncio.AbstractEventLoop) -> None:
         """Load every new version between two engine steps, until the service ends."""
         while service.state not in ("broken", "closed"):
-            time.sleep(self.settings.poll_s)
+            time.sleep(self.settings.weights.poll_s)
             known, fetched = self.follower.problem, self.follower.poll()
             if self.follower.problem != known:
                 self._report_now.set()
@@ -300,7 +270,7 @@ class Sampler:
         """Write the status file."""
         facts = {"kind": SAMPLER, "state": self._state, "waiting_for": self._waiting_for, "url": self._url}
         facts |= {
-            "model": str(self.settings.model),
+            "model": str(self.layout.model),
             "problem": self.follower.problem,
             **self._loaded,
             **self._metrics(),
@@ -339,7 +309,7 @@ class Sampler:
             service.engine.steps != self._progress[1] or service.state == "paused" or not service.open_sequences
         ) and not ending:
             self._progress = now, service.engine.steps
-        limit = CLOSE_S if ending else self.settings.stuck_s
+        limit = CLOSE_S if ending else STUCK_S
         if now - self._progress[0] > limit:
             why = (
                 "the shutdown does not finish"
@@ -354,16 +324,6 @@ class Sampler:
         self._state, self._waiting_for, self._url, self.follower.problem = "ended", "", "", why
         self.write()
         os._exit(code)
-
-
-def open_engine(settings: SamplerProcessSettings) -> Engine:
-    """Return an engine with the model that the run started from; its weights are replaced by the first version."""
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
-    tokenizer = Tokenizer.load(settings.model)
-    model = load(settings.model, dtype=TYPES[settings.dtype], device=usable_device(settings.device))
-    check_vocabulary(tokenizer, model.config.vocab_size, str(settings.model))
-    return Engine(model, settings.engine, tokenizer=tokenizer)
 
 
 class Stopped(BaseException):
@@ -385,7 +345,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         die_with_parent(parent_process())
         layout = RunLayout.of_run(given.run)
         settings = load_table(layout.recipe, "rl", SamplerRunSettings)
-        Sampler(layout, given.name, process_settings(layout, settings)).run()
+        Sampler(layout, given.name, settings).run()
     except EtudeError as error:
         print(f"{given.name}: {error}", file=sys.stderr, flush=True)
         return error.exit_code

@@ -20,11 +20,12 @@ from typing import Any, Literal, Self, TypeVar
 from torch import Tensor
 
 from etude.errors import BusyError, EtudeError, InputError
-from etude.inference.engine import CachePolicy, Engine
+from etude.inference.engine import Engine
 from etude.inference.latency import FIRST_TOKEN_S, OUTPUT_TOKEN_S, Histogram
 from etude.inference.policy import Weights
 from etude.inference.request import Completion, Ending, SequenceState
 from etude.inference.sampling import Sampling
+from etude.inference.settings import CachePolicy
 from etude.inference.speculation import Acceptance
 from etude.inference.weight_update import check_finite, read_weights
 

@@ -11,7 +11,8 @@ from stub_endpoint import StubEndpoint, says, serving
 from etude.agent import upload
 from etude.chat.tokenizer import Tokenizer
 from etude.harness.trace_store import load_trace
-from etude.inference.engine import Engine, EngineOptions
+from etude.inference.engine import Engine
+from etude.inference.settings import EngineOptions
 from etude.model import load
 
 FIX = [says("Fixed.")]

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from families import FAMILIES, small_config
 
-from etude.inference.engine import Engine, EngineOptions
+from etude.inference.engine import Engine
 from etude.inference.request import SequenceState
 from etude.inference.sampling import Sampling
+from etude.inference.settings import EngineOptions
 from etude.model.config import ModelConfig
 from etude.model.generate import generate
 from etude.model.moe import Routing

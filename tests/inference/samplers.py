@@ -24,8 +24,9 @@ from tokenizers import Tokenizer as Backend
 
 from etude.chat.tokenizer import END_OF_TURN, Tokenizer, train_tokenizer
 from etude.inference import server
-from etude.inference.engine import Engine, EngineOptions
+from etude.inference.engine import Engine
 from etude.inference.service import EngineService
+from etude.inference.settings import EngineOptions
 from etude.model.config import ModelConfig
 from etude.model.transformer import Transformer
 

@@ -9,9 +9,10 @@ import torch
 from engines import mtp_of, weights_of
 
 from etude.errors import InputError
-from etude.inference.engine import Engine, EngineOptions
+from etude.inference.engine import Engine
 from etude.inference.request import SequenceState
 from etude.inference.sampling import Sampling
+from etude.inference.settings import EngineOptions
 from etude.model.transformer import Transformer
 
 FAMILIES = ("llama", "qwen3_moe", "deepseek_v3")

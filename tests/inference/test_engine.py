@@ -18,12 +18,14 @@ from engines import (
     prompts_of,
     weights_of,
 )
+from pydantic import ValidationError
 from samplers import parrot
 
 from etude.errors import InputError
-from etude.inference.engine import Engine, EngineOptions
+from etude.inference.engine import Engine
 from etude.inference.request import SequenceState
 from etude.inference.sampling import Sampling
+from etude.inference.settings import EngineOptions
 from etude.model.cache import KVCache
 
 PROMPTS = prompts_of((3, 17, 40, 64, 1, 33))
@@ -340,7 +342,7 @@ def test_engine_options_that_could_never_run_are_refused() -> None:
         {"drafts": -1},
         {"burst": 0},
     ):
-        with pytest.raises(InputError, match=next(iter(wrong))):
+        with pytest.raises(ValidationError, match=next(iter(wrong))):
             EngineOptions(**wrong)
 
 

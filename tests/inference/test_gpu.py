@@ -5,8 +5,9 @@ import torch
 from families import small_config
 
 from etude.inference import graphs
-from etude.inference.engine import Engine, EngineOptions
+from etude.inference.engine import Engine
 from etude.inference.sampling import Sampling
+from etude.inference.settings import EngineOptions
 from etude.kernels import fused
 from etude.kernels.draw import apply_temperature, draw_untruncated
 from etude.kernels.paged import Blocks, _gathered, attend_blocks, attend_pages

@@ -6,9 +6,10 @@ import pytest
 from engines import FAMILIES, mtp_of, prompts_of, weights_of
 
 from etude.inference import engine as engine_module
-from etude.inference.engine import Engine, EngineOptions
+from etude.inference.engine import Engine
 from etude.inference.request import SequenceState
 from etude.inference.sampling import Sampling
+from etude.inference.settings import EngineOptions
 
 PROMPTS = prompts_of((50, 3, 70, 33))
 PROMPTS.append([*PROMPTS[0][:40], 1, 2, 3])  # begins like the first

@@ -263,13 +263,13 @@ FAULTY = """
 import dataclasses, os, sys, time
 from etude.inference.engine import Engine
 from etude.inference import sampler_process
-step, process_settings = Engine.step, sampler_process.process_settings
+step = Engine.step
 def fail(engine):
     if engine.steps >= 20:
         {fault}
     return step(engine)
 Engine.step = fail
-sampler_process.process_settings = lambda *given: dataclasses.replace(process_settings(*given), stuck_s=1.0)
+sampler_process.STUCK_S = 1.0
 os._exit(sampler_process.main(sys.argv[1:]))
 """
 PARENT = "import subprocess, sys; subprocess.run(sys.argv[1:])"

@@ -26,8 +26,9 @@ from samplers import NAME, follow, parrot, served, serving, tiny_engine, tiny_mo
 
 from etude.errors import InputError
 from etude.inference.cli import serve
-from etude.inference.engine import Engine, EngineOptions
+from etude.inference.engine import Engine
 from etude.inference.service import EngineService
+from etude.inference.settings import EngineOptions
 from etude.model import save
 from etude.model.checkpoint import checkpoint_views
 from etude.model.generate import generate
@@ -308,7 +309,7 @@ def test_the_command_fails_unfinished_requests_when_the_grace_period_is_over(che
 
 
 def test_the_command_drafts_with_mtp_layers_and_refuses_without(checkpoint: Path) -> None:
-    with pytest.raises(InputError, match=r"--drafts 2: .* has no MTP layers to draft with \(mtp.safetensors\)"):
+    with pytest.raises(InputError, match=r"drafts = 2: .* has no MTP layers to draft with"):
         serve(checkpoint, port=0, drafts=2)
     model = tiny_model()
     save_mtp(initialize_mtp(model.config, 1, 1, torch.float32), checkpoint)

@@ -15,7 +15,7 @@ import torch
 from samplers import tiny_engine, tiny_model, until
 
 from etude.errors import InputError
-from etude.inference.engine import Engine, EngineOptions
+from etude.inference.engine import Engine
 from etude.inference.request import Completion, SequenceState
 from etude.inference.sampling import Sampling
 from etude.inference.service import (
@@ -26,6 +26,7 @@ from etude.inference.service import (
     EngineService,
     QueueFull,
 )
+from etude.inference.settings import EngineOptions
 from etude.inference.weight_update import read_weights
 from etude.model import save
 from etude.model.checkpoint import checkpoint_views

@@ -20,9 +20,10 @@ from engines import (
 )
 
 from etude.errors import InputError
-from etude.inference.engine import Engine, EngineOptions
+from etude.inference.engine import Engine
 from etude.inference.request import SequenceState
 from etude.inference.sampling import Sampling
+from etude.inference.settings import EngineOptions
 from etude.model.checkpoint import checkpoint_views
 from etude.model.mtp import MTP
 from etude.model.transformer import Transformer, draw_weights

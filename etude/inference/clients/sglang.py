@@ -15,11 +15,11 @@ import numpy.typing as npt
 from etude.inference.clients.third_party import both_logprobs, checkpoint_path, ending_of
 from etude.inference.clients.transport import RetryPolicy, Transport
 from etude.inference.clients.vllm import smallest_unsigned
-from etude.inference.engine import CachePolicy
 from etude.inference.generate_protocol import InvalidResponse, member
 from etude.inference.policy import PolicyBase, Weights
 from etude.inference.request import Completion
 from etude.inference.sampling import Sampling
+from etude.inference.settings import CachePolicy
 
 
 class SglangPolicy(PolicyBase):

@@ -17,11 +17,11 @@ import numpy.typing as npt
 from etude.errors import InputError
 from etude.inference.clients.third_party import LogprobMeaning, both_logprobs, checkpoint_path, ending_of
 from etude.inference.clients.transport import RetryPolicy, Transport
-from etude.inference.engine import CachePolicy
 from etude.inference.generate_protocol import InvalidResponse, member, numbers
 from etude.inference.policy import PolicyBase, Weights
 from etude.inference.request import Completion
 from etude.inference.sampling import Sampling
+from etude.inference.settings import CachePolicy
 
 
 class VllmPolicy(PolicyBase):
