@@ -23,8 +23,9 @@ from etude.harness.session import SessionSpec
 from etude.harness.session_factory import check_prompt_fits
 from etude.harness.tools.executor import exposed_tools
 from etude.inference.clients.inprocess import InProcessPolicy
-from etude.inference.engine import Engine, EngineOptions
+from etude.inference.engine import Engine
 from etude.inference.service import EngineService
+from etude.inference.settings import EngineOptions
 from etude.kernels import usable_device
 from etude.model.checkpoint import load
 from etude.model.config import ModelConfig
