@@ -12,38 +12,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from etude.inference.clients.third_party import both_logprobs, checkpoint_path, ending_of
-from etude.inference.clients.transport import RetryPolicy, Transport
+from etude.inference.clients.third_party import ThirdPartyPolicy, both_logprobs, checkpoint_path, ending_of
 from etude.inference.clients.vllm import smallest_unsigned
 from etude.inference.generate_protocol import InvalidResponse, member
-from etude.inference.policy import PolicyBase, Weights
+from etude.inference.policy import Weights
 from etude.inference.request import Completion
 from etude.inference.sampling import Sampling
-from etude.inference.settings import CachePolicy
 
 
-class SglangPolicy(PolicyBase):
+class SglangPolicy(ThirdPartyPolicy):
     """Completes on the SGLang server at `url`. Give `routing` (moe layers, experts per token) to get the experts."""
 
-    def __init__(
-        self,
-        url: str,
-        token: str = "",
-        *,
-        version: int = 0,
-        routing: tuple[int, int] | None = None,
-        on_swap: CachePolicy = "keep",
-        retry: RetryPolicy | None = None,
-    ) -> None:
-        self.url, self.routing, self.on_swap = url.rstrip("/"), routing, on_swap
-        self._version = version
-        self._transport = Transport(token, retry)
-
-    async def close(self) -> None:
-        await self._transport.close()
-
-    async def _call(self, path: str, body: Any) -> Any:
-        return await self._transport.call("POST", path, lambda: self.url, json=body)
+    def __init__(self, url: str, token: str = "", *, routing: tuple[int, int] | None = None, **common: Any) -> None:
+        super().__init__(url, token, **common)
+        self.routing = routing
 
     async def complete_many(self, tokens: Sequence[int], sampling: Sampling, *, session: str = "") -> list[Completion]:
         """Send one request for each completion: with `n` the server would give all of them the same seed."""
@@ -69,7 +51,7 @@ class SglangPolicy(PolicyBase):
         body: dict[str, Any] = {"input_ids": list(tokens), "sampling_params": parameters, "return_logprob": True}
         if self.routing is not None:
             body["return_routed_experts"] = True
-        response = await self._call("/generate", body)
+        response = await self._call("POST", "/generate", json=body)
         meta = member(response, "meta_info", dict, where)
         output, reported = self._tokens(meta, where)
         ending = ending_of(member(member(meta, "finish_reason", dict, where), "type", str, where), where)
@@ -102,18 +84,15 @@ class SglangPolicy(PolicyBase):
     async def load(self, weights: Weights, version: int) -> None:
         """Reload from a directory. Running requests keep their cache, or are retracted and recomputed."""
         path, keep = checkpoint_path(weights, "SGLang"), self.on_swap == "keep"
-        await self._call("/pause_generation", {"mode": "in_place" if keep else "retract"})
+        await self._call("POST", "/pause_generation", json={"mode": "in_place" if keep else "retract"})
         try:
             body = {"model_path": path, "weight_version": str(version), "flush_cache": not keep}
-            response = await self._call("/update_weights_from_disk", body)
+            response = await self._call("POST", "/update_weights_from_disk", json=body)
             if member(response, "success", bool, f"{self.url}/update_weights_from_disk") is not True:
                 raise InvalidResponse(f"{self.url}/update_weights_from_disk: {response.get('message')}")
             self._version = version
         finally:
-            await self._call("/continue_generation", {})
-
-    async def version(self) -> int:
-        return self._version
+            await self._call("POST", "/continue_generation", json={})
 
 
 def read_routing(data: str, tokens: int, shape: tuple[int, int], where: str) -> npt.NDArray[np.unsignedinteger[Any]]:

@@ -11,12 +11,40 @@ from pathlib import Path
 from typing import Any, Literal
 
 from etude.errors import InputError
+from etude.inference.clients.transport import RetryPolicy, Transport
 from etude.inference.generate_protocol import InvalidResponse
-from etude.inference.policy import Weights
+from etude.inference.policy import PolicyBase, Weights
 from etude.inference.request import Ending
 from etude.inference.sampling import Sampling
+from etude.inference.settings import CachePolicy
 
 LogprobMeaning = Literal["raw", "drawn"]
+
+
+class ThirdPartyPolicy(PolicyBase):
+    """A policy behind the server of another project, which loads weights from a directory."""
+
+    def __init__(
+        self,
+        url: str,
+        token: str = "",
+        *,
+        version: int = 0,
+        on_swap: CachePolicy = "keep",
+        retry: RetryPolicy | None = None,
+    ) -> None:
+        self.url, self.on_swap = url.rstrip("/"), on_swap
+        self._version = version
+        self._transport = Transport(token, retry)
+
+    async def close(self) -> None:
+        await self._transport.close()
+
+    async def version(self) -> int:
+        return self._version
+
+    async def _call(self, method: str, path: str, **options: Any) -> Any:
+        return await self._transport.call(method, path, lambda: self.url, **options)
 
 
 def both_logprobs(

@@ -15,16 +15,20 @@ import numpy as np
 import numpy.typing as npt
 
 from etude.errors import InputError
-from etude.inference.clients.third_party import LogprobMeaning, both_logprobs, checkpoint_path, ending_of
-from etude.inference.clients.transport import RetryPolicy, Transport
+from etude.inference.clients.third_party import (
+    LogprobMeaning,
+    ThirdPartyPolicy,
+    both_logprobs,
+    checkpoint_path,
+    ending_of,
+)
 from etude.inference.generate_protocol import InvalidResponse, member, numbers
-from etude.inference.policy import PolicyBase, Weights
+from etude.inference.policy import Weights
 from etude.inference.request import Completion
 from etude.inference.sampling import Sampling
-from etude.inference.settings import CachePolicy
 
 
-class VllmPolicy(PolicyBase):
+class VllmPolicy(ThirdPartyPolicy):
     """Completes on the vLLM server at `url`; `model` is its served name, read from the server by default."""
 
     def __init__(
@@ -33,23 +37,13 @@ class VllmPolicy(PolicyBase):
         token: str = "",
         *,
         model: str = "",
-        version: int = 0,
         logprobs: LogprobMeaning = "raw",
         routing: bool = False,
-        on_swap: CachePolicy = "keep",
         tied: bool = False,
-        retry: RetryPolicy | None = None,
+        **common: Any,
     ) -> None:
-        self.url, self.model, self.logprobs, self.routing = url.rstrip("/"), model, logprobs, routing
-        self.on_swap, self.tied = on_swap, tied
-        self._version = version
-        self._transport = Transport(token, retry)
-
-    async def close(self) -> None:
-        await self._transport.close()
-
-    async def _call(self, method: str, path: str, **options: Any) -> Any:
-        return await self._transport.call(method, path, lambda: self.url, **options)
+        super().__init__(url, token, **common)
+        self.model, self.logprobs, self.routing, self.tied = model, logprobs, routing, tied
 
     async def complete_many(self, tokens: Sequence[int], sampling: Sampling, *, session: str = "") -> list[Completion]:
         version = self._version  # read before the request: a swap in between may make it too old, never too new
@@ -122,9 +116,6 @@ class VllmPolicy(PolicyBase):
             self._version = version
         finally:
             await self._call("POST", "/resume")
-
-    async def version(self) -> int:
-        return self._version
 
 
 def is_tied(checkpoint: Path) -> bool:
