@@ -258,9 +258,10 @@ class Rehearsal:
         return f"one rollout took {self.rollout_s:.1f} s here ({session}, {reward}), one step on it {self.step_s:.1f} s"
 
     def seconds(self, settings: RlSettings, cores: float, held_out: int) -> TimeEstimate:
-        """Return the predicted time of the stage, as if every rollout were like this one."""
+        """Return the predicted time of the stage, as if every rollout were like this one, without its first set-up."""
         rollouts = settings.groups_per_step * settings.group_size
-        session_s = self.rollout_s / max(1.0, min(settings.in_flight, cores))
+        alone_s = self.rollout.seconds["session"] + self.rollout.seconds["grading"]
+        session_s = alone_s / max(1.0, min(settings.in_flight, cores))
         evaluation = settings.evaluation
         sessions = evaluation_count(settings) * evaluation.samples * held_out if evaluation else 0
         seconds = STARTUP_S + settings.steps * rollouts * (session_s + self.step_s) + sessions * session_s
