@@ -137,7 +137,7 @@ def test_serve_and_agent_work_together_at_once(workspace: AgentWorkspace) -> Non
     profile = AgentProfile.load(NANO)
     assert profile is not None
     (file,) = workspace.sessions.glob("*/session.json")
-    recorded = json.loads(file.read_text())["model"]["session"]
+    recorded = json.loads(file.read_text())["options"]["model"]["session"]
     assert recorded["tool_set"] == profile.model_dump(mode="json")["tool_set"]
     assert (recorded["window"], recorded["budget"]["max_turn_tokens"]) == (2048, 200)
 
@@ -146,5 +146,5 @@ def test_serve_and_agent_work_together_at_once(workspace: AgentWorkspace) -> Non
 def test_serve_and_agent_work_together_with_an_imported_model(workspace: AgentWorkspace, smollm2_dir: Path) -> None:
     check_served(workspace, smollm2_dir)
     (file,) = workspace.sessions.glob("*/session.json")
-    recorded = json.loads(file.read_text())["model"]["session"]
+    recorded = json.loads(file.read_text())["options"]["model"]["session"]
     assert (recorded["window"], recorded["budget"]["max_turn_tokens"]) == (8192, 2048)
