@@ -205,6 +205,7 @@ def make_skeleton(root: Path) -> None:
 def helper(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found, why = build.find_helper(tmp_path_factory.mktemp("state"))
     if found is None:
+        assert shutil.which("cc") is None, why
         pytest.skip(why)
     return found
 

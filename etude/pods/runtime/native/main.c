@@ -8,6 +8,7 @@
 #include <sys/prctl.h>
 #include <sys/signalfd.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 
 #include "init.h"
@@ -123,8 +124,10 @@ static int prepare(char *name, const char *directory, bool processes)
         return fail_errno("watch for ended pods");
     sigaddset(&blocked, SIGPIPE);
     sigprocmask(SIG_SETMASK, &blocked, NULL);
-    for (int number = 1; number < 32; number++)
-        signal(number, SIG_DFL);
+    /* By system call: the C library keeps two signals to itself, and what posix_spawn starts has those ignored. */
+    static const unsigned long standard[8]; /* the kernel's struct sigaction: all zero is SIG_DFL */
+    for (int number = 1; number <= 64; number++)
+        syscall(SYS_rt_sigaction, number, standard, NULL, 8);
     if (zygote.namespaces || processes)
         umask(077);
     if (zygote.namespaces && unshare_namespaces())
