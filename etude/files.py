@@ -5,6 +5,7 @@ import fcntl
 import hashlib
 import os
 import re
+import shutil
 import socket
 import uuid
 from collections.abc import Iterable, Iterator
@@ -123,6 +124,21 @@ def sync_tree(root: Path) -> None:
     with ThreadPoolExecutor(16) as pool:
         for _ in pool.map(sync, paths):
             pass
+
+
+def commit_directory(draft: Path, final: Path) -> None:
+    """Give a complete directory its name, replacing what has it: after a kill or a power cut it is there whole or not.
+
+    The old one is moved aside, not deleted in place: a kill must not leave half of it under its name.
+    """
+    sync_tree(draft)
+    old = draft.with_name(f"{draft.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if final.exists():
+        final.rename(old)
+    draft.rename(final)
+    sync(final.parent)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 @contextmanager

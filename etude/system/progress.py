@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -19,6 +18,8 @@ from rich.progress import (
 )
 from rich.table import Column
 from rich.text import Text
+
+from etude.system.terminal import Console
 
 LOG_INTERVAL_S = 30.0  # between progress lines without a terminal
 WIDE_TERMINAL_COLUMNS = 110  # from this width on the bar is long
