@@ -12,12 +12,5 @@ from etude.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from etude.chat.dialects import chat_dialect as chat_dialect
-    from etude.chat.dialects import dialect_for as dialect_for
-    from etude.chat.dialects.dialect import Dialect as Dialect
-    from etude.chat.messages import Message as Message
-    from etude.chat.messages import ParsedTurn as ParsedTurn
-    from etude.chat.messages import ToolCall as ToolCall
-    from etude.chat.tokenizer import Tokenizer as Tokenizer
-    from etude.chat.tokenizer import train_tokenizer as train_tokenizer
 
 __getattr__ = lazy_exports(__name__)

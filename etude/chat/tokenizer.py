@@ -7,20 +7,15 @@ loads what `save` writes and produces the same ids.
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import datetime
-from functools import cached_property, lru_cache
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
+from etude.chat.template import render_template
 from etude.errors import InputError
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -247,11 +242,8 @@ class Tokenizer:
         if tools and "tools" not in self.chat_template:
             raise InputError("tools were given, but the chat template of this tokenizer does not render tools")
         values = self.roles | {"messages": list(messages), "tools": list(tools) if tools else None} | variables
-        template = _compile_template(self.chat_template)
-        try:
-            return template.render(values, documents=None, add_generation_prompt=add_generation_prompt)
-        except Exception as error:  # templates are third-party code and may raise anything
-            raise InputError(f"the chat template failed: {error}") from error
+        values |= {"documents": None, "add_generation_prompt": add_generation_prompt}
+        return render_template(self.chat_template, values)
 
     @cached_property
     def digest(self) -> str:
@@ -433,50 +425,3 @@ def _read_text(path: Path) -> str | None:
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-class _GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}` marks model output for trainers that build a loss mask from it; renders as its body."""
-
-    tags = {"generation"}  # noqa: RUF012  jinja reads it from the class
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-@lru_cache(maxsize=32)
-def _compile_template(source: str) -> jinja2.Template:
-    """Compile in the sandboxed environment that published templates are written for: that of transformers."""
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    functions: dict[str, Callable[[str], str]] = {
-        "raise_exception": _raise_exception,
-        "strftime_now": _strftime_now,
-    }
-    environment.globals.update(functions)
-    try:
-        return environment.from_string(source)
-    except jinja2.TemplateError as error:
-        raise InputError(f"the chat template is not valid: {error}") from error
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # Jinja's own filter escapes < and > for HTML, which would change tool descriptions.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> str:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
