@@ -5,7 +5,6 @@ things that a recipe chooses by name; plugins add to it (`import_plugins`).
 """
 
 from etude.config.loading import (
-    SettingsKey,
     differing_keys,
     load_settings,
     load_table,
@@ -25,25 +24,21 @@ from etude.config.plugins import (
 )
 from etude.config.settings import (
     AbsolutePath,
-    CommandLineValue,
     HuggingFaceConfig,
     NameOrPath,
     Settings,
     StageSettings,
     made_by,
-    resolve_name_or_path,
     resolve_path,
 )
 from etude.errors import suggest
 
 __all__ = [
     "AbsolutePath",
-    "CommandLineValue",
     "HuggingFaceConfig",
     "NameOrPath",
     "Registry",
     "Settings",
-    "SettingsKey",
     "StageSettings",
     "check_options",
     "differing_keys",
@@ -56,7 +51,6 @@ __all__ = [
     "read_toml",
     "registered",
     "render_toml",
-    "resolve_name_or_path",
     "resolve_path",
     "settings_data",
     "settings_keys",

@@ -3,6 +3,9 @@
 An evaluation is a set of groups named STEP/TASK in a queue of its own. It runs while training continues, so its results
 record the weight versions that sampled it. A task with a rollout that failed for good because of the infrastructure is
 left out of every mean and counted separately; it is not a failure of the agent. `statistics` summarises the results.
+
+An evaluation belongs to the lineage of weights that it evaluates: when the trainer goes back to a checkpoint, later
+evaluations are discarded and started again when their step is reached again, and samples of lost weights are repeated.
 """
 
 from collections.abc import Iterable, Mapping
@@ -37,6 +40,20 @@ def reconcile(evaluations: RolloutQueue, now: float) -> dict[str, int]:
     return evaluations.reconcile(now, -1)  # below every step, also that of a rollout without a sampled token
 
 
+def rewind(evaluations: RolloutQueue, step: int) -> None:
+    """Go back to the checkpoint after `step`: discard later evaluations, and samples of the lost weights."""
+    evaluations.rewind(step)
+    discard_later(evaluations, step)
+    evaluations.requeue_lost()
+
+
+def discard_later(evaluations: RolloutQueue, step: int) -> None:
+    """Discard the evaluations of later steps, which the trainer has lost."""
+    for group in evaluations.progress():
+        if group.task[:1].isdigit() and _step(group.task) > step:
+            evaluations.discard(group.id, f"the trainer went back to step {step}")
+
+
 @dataclass(frozen=True)
 class EvaluationProgress:
     """Progress of an evaluation in samples; those of dropped tasks are not wanted any more."""
@@ -52,7 +69,7 @@ class EvaluationProgress:
 
 def started(evaluations: RolloutQueue) -> list[int]:
     """Return the steps for which an evaluation was started."""
-    return sorted({int(task.partition("/")[0]) for task in evaluations.tasks()})
+    return sorted({_step(task) for task in evaluations.tasks() if task[:1].isdigit()})
 
 
 def progress(evaluations: RolloutQueue, step: int) -> EvaluationProgress:
@@ -65,12 +82,17 @@ def progress(evaluations: RolloutQueue, step: int) -> EvaluationProgress:
 
 def is_finished(evaluations: RolloutQueue, step: int) -> bool:
     """Return whether an evaluation was started and all its groups are finished or dropped."""
+    evaluations.requeue_lost()  # a sample that was in progress when its weights were lost
     groups = evaluations.progress(_prefix(step))
     return bool(groups) and all(group.is_finished for group in groups)
 
 
 def _prefix(step: int) -> str:
     return f"{step:06d}/"
+
+
+def _step(task: str) -> int:
+    return int(task.partition("/")[0])
 
 
 # ------------------------------------------------------------------------------------------- results

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import random
-import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +16,11 @@ from pathlib import Path
 from rapidfuzz.distance import Levenshtein
 
 from etude.errors import InputError
+from etude.system.git import run_git
 
 END = "=== end of file ==="
+MAX_LINES = 40  # of a file that is edited at random
+MAX_CHARACTERS = 4000  # of a file from git
 Complete = Callable[[str, int], str]  # (prompt, maximum characters) -> the model's continuation
 
 
@@ -76,14 +78,12 @@ def track_state(tasks: Sequence[StateTask], complete: Complete, progress: Callab
     return StateScore(sum(distances) / count, sum(unchanged) / count, exact, count, changes)
 
 
-def tasks_from_files(
-    files: Sequence[Path], *, count: int, changes: int, max_lines: int = 40, seed: int = 0
-) -> list[StateTask]:
-    """Return tasks from files cut to `max_lines`, with random edits: lines dropped, doubled, swapped, words renamed."""
+def tasks_from_files(files: Sequence[Path], *, count: int, changes: int, seed: int = 0) -> list[StateTask]:
+    """Return tasks from files cut to MAX_LINES, with random edits: lines dropped, doubled, swapped, words renamed."""
     rng = random.Random(seed)
     tasks = []
     for file in files:
-        lines = file.read_text(encoding="utf-8").splitlines()[:max_lines]
+        lines = file.read_text(encoding="utf-8").splitlines()[:MAX_LINES]
         if len([line for line in lines if line.strip()]) < 8:
             continue
         versions = [lines]
@@ -112,12 +112,9 @@ def _edit(lines: list[str], rng: random.Random) -> list[str]:
     return [line.replace(old, f"{old}_{rng.randrange(10)}") if i == at else line for i, line in enumerate(lines)]
 
 
-def tasks_from_git(repository: Path, *, count: int, changes: int, max_characters: int = 4000) -> list[StateTask]:
+def tasks_from_git(repository: Path, *, count: int, changes: int) -> list[StateTask]:
     """Return tasks from the last `changes` changes of small files, the most often changed files first."""
-    try:
-        log = _git(repository, "log", "--no-renames", "--name-only", "--format=%x00%H")
-    except (subprocess.CalledProcessError, FileNotFoundError) as problem:
-        raise InputError(f"{repository}: its git history cannot be read ({problem})") from None
+    log = run_git(repository, "log", "--no-renames", "--name-only", "--format=%x00%H").decode()
     history: dict[str, list[str]] = {}
     for entry in log.split("\0")[1:]:
         commit, *names = entry.strip().splitlines()
@@ -128,18 +125,13 @@ def tasks_from_git(repository: Path, *, count: int, changes: int, max_characters
         if len(commits) <= changes or len(tasks) == count:
             break
         versions = [_version(repository, commit, name) for commit in reversed(commits[: changes + 1])]
-        if all(version is not None and 0 < len(version) <= max_characters for version in versions):
+        if all(version is not None and 0 < len(version) <= MAX_CHARACTERS for version in versions):
             tasks.append(StateTask(name, tuple(version for version in versions if version is not None)))
     return tasks
 
 
 def _version(repository: Path, commit: str, name: str) -> str | None:
     try:
-        return _git(repository, "show", f"{commit}:{name}")
-    except (subprocess.CalledProcessError, UnicodeDecodeError):
+        return run_git(repository, "cat-file", "blob", f"{commit}:{name}").decode()
+    except (InputError, UnicodeDecodeError):
         return None  # deleted in this commit, or not text
-
-
-def _git(repository: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(repository), *arguments]
-    return subprocess.run(command, capture_output=True, check=True, encoding="utf-8").stdout

@@ -4,6 +4,6 @@
 stage to its settings class, in pipeline order. No package below `etude.pipeline` imports this one.
 """
 
-from etude.recipe.recipe import Recipe, load_recipe, stage_settings
+from etude.recipe.recipe import Recipe, load_recipe
 
-__all__ = ["Recipe", "load_recipe", "stage_settings"]
+__all__ = ["Recipe", "load_recipe"]

@@ -4,6 +4,7 @@
     artefacts/NAME/, checkpoints/STAGE-STEP/                        outputs of stages
     rl/slots.sqlite, rl/evaluations.sqlite    the rollout queues of training and of evaluation
     rl/tasks.json                             task directories by name
+    rl/id                                     identifies the run to its weight store; a copy of the run has the same
     rl/model/, rl/origin.json                 the model that RL started from, and the artefact it is a copy of
     rl/weights/                               the chain of weight versions, unless the recipe names another store
     rl/traces/, rl/evaluation-traces/         the trace of every finished rollout
@@ -32,6 +33,7 @@ class RunLayout:
         self.metrics, self.state, self.lineage = run / "metrics.jsonl", run / "state.json", run / "lineage.jsonl"
         self.artefacts, self.checkpoints = run / "artefacts", run / "checkpoints"
         self.root = root = run / "rl"
+        self.id = root / "id"
         self.slots, self.evaluations = root / "slots.sqlite", root / "evaluations.sqlite"
         self.tasks, self.exhausted, self.pods = root / "tasks.json", root / "exhausted", root / "pods"
         self.model, self.origin, self.store = root / "model", root / "origin.json", weights_url or str(root / "weights")
@@ -52,6 +54,10 @@ class RunLayout:
         """Create the directories of RL."""
         for path in (self.traces, self.evaluation_traces, self.partial, self.steps, self.services, self.logs):
             path.mkdir(parents=True, exist_ok=True)
+
+    def run_id(self) -> str:
+        """Return the id of this run, which its weight store records; "" before RL has started."""
+        return self.id.read_text(encoding="utf-8").strip() if self.id.exists() else ""
 
     def step_file(self, step: int) -> Path:
         """Return the file with the facts of a policy step."""

@@ -30,7 +30,7 @@ from pydantic import Field
 from etude import __version__
 from etude.config import Settings, differing_keys, read_toml, render_toml, settings_data
 from etude.errors import EtudeError, InputError
-from etude.files import content_digest, disk_errors, sync, sync_tree, take_lock, write_atomically
+from etude.files import commit_directory, content_digest, disk_errors, take_lock, write_atomically
 from etude.runs.layout import RunLayout
 
 UNFINISHED = ".unfinished-"  # prefix of every artefact that is still being written
@@ -142,8 +142,12 @@ class Run:
 
     def rewind(self, stage: str, step: int = -1) -> None:
         """Delete the metrics of `stage` after `step`, before the stage repeats them."""
+        self.remove_metrics(stage, lambda record: record["step"] > step)
+
+    def remove_metrics(self, stage: str, is_lost: Callable[[dict[str, Any]], bool]) -> None:
+        """Delete the metrics of `stage` that are no longer so."""
         self._check_writable()
-        kept = [record for record in self.metrics() if record["stage"] != stage or record["step"] <= step]
+        kept = [record for record in self.metrics() if record["stage"] != stage or not is_lost(record)]
         _replace(self.layout.metrics, "".join(json.dumps(record) + "\n" for record in kept))
 
     # ------------------------------------------------------------------------------------------ state
@@ -218,21 +222,14 @@ class Run:
             raise InputError(f"{final.name!r} cannot name an artefact; use a plain word")
         recorded_parents = tuple(self.parent(parent) for parent in parents)
         draft = final.with_name(UNFINISHED + final.name)
-        old = final.with_name(f"{UNFINISHED}old-{final.name}")
         with disk_errors(final):
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
         try:
             yield draft
             with disk_errors(final):
-                sync_tree(draft)
                 digest = content_digest(draft)
-                # Moved aside, not deleted in place: a kill must not leave half of the old one under its name.
-                if final.exists():
-                    final.rename(old)
-                draft.rename(final)
-                sync(final.parent)
-                shutil.rmtree(old, ignore_errors=True)
+                commit_directory(draft, final)
         except BaseException:
             shutil.rmtree(draft, ignore_errors=True)
             raise
