@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from etude.errors import EtudeError, InputError
-from etude.files import take_lock
+from etude.files import commit_directory, take_lock
 from etude.model.attention import GroupedQueryAttention, LatentAttention
 from etude.model.config import ModelConfig
 from etude.model.layers import MLP
@@ -119,7 +119,7 @@ def new_directory(directory: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         yield partial
-        partial.replace(directory)
+        commit_directory(partial, directory)
     except SafetensorError as problem:  # safetensors reports disk errors this way
         raise EtudeError(
             f"{directory}: could not write the weights ({problem}); free some space and try again"
@@ -180,6 +180,16 @@ def checkpoint_views(model: Transformer) -> dict[str, Tensor]:
             found |= _grouped_query_views(block.attention, f"{at}self_attn.")
         found |= (_moe_views if isinstance(block.mlp, MoE) else _mlp_views)(block.mlp, f"{at}mlp.")  # type: ignore[arg-type]
     return found
+
+
+def rounded_views(model: Transformer, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return every tensor of the checkpoint, parameters rounded to `dtype`, buffers as they are.
+
+    The only buffer is the router's correction bias. Rounded, it would make samplers choose other experts than the
+    trainer: around 8, neighbouring bfloat16 numbers are 0.06 apart.
+    """
+    buffers = {id(buffer) for buffer in model.buffers()}
+    return {name: view if id(view) in buffers else view.to(dtype) for name, view in checkpoint_views(model).items()}
 
 
 def _grouped_query_views(attention: GroupedQueryAttention, at: str) -> dict[str, Tensor]:

@@ -10,13 +10,13 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
 
 from etude.chat.tokenizer import Tokenizer, check_vocabulary
 from etude.errors import InputError
 from etude.kernels import usable_device
 from etude.model.checkpoint import load
 from etude.model.transformer import Transformer
+from etude.system.terminal import Console, escape_control
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -129,7 +129,7 @@ def generate(
     tokens = stream(network, ids, max_tokens=max_tokens, temperature=temperature, seed=seed, stop=tokenizer.stop_ids)
     for text in stream_text((generated.append(t) or t for t in tokens), tokenizer):  # type: ignore[func-returns-value]
         if not as_json:
-            print(text, end="", flush=True)
+            print(escape_control(text), end="", flush=True)
     if as_json:
         print(json.dumps({"prompt_tokens": len(ids), "tokens": generated, "text": tokenizer.decode(generated)}))
     else:

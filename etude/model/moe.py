@@ -26,16 +26,19 @@ class Routing:
 
     `replay` holds expert ids, [rows, tokens, moe layers, experts per token], in any integer dtype; -1 leaves the choice
     to the router. A replayed expert is kept if its gate score is at least `plausibility` times the lowest score among
-    the router's own choice: 0 keeps all, and up to 1 the router's own choice is always kept.
+    the router's own choice: 0 keeps all, and up to 1 the router's own choice is always kept. With `keep_scores` the
+    gate scores, which have a gradient, are a second output: a loss can balance the experts with them.
     """
 
-    def __init__(self, replay: Tensor | None = None, plausibility: float = 0.0) -> None:
+    def __init__(self, replay: Tensor | None = None, plausibility: float = 0.0, *, keep_scores: bool = False) -> None:
         if not 0.0 <= plausibility <= 1.0:
             raise InputError(f"routing plausibility must be between 0 and 1, got {plausibility}")
         if replay is not None and replay.dim() != 4:
             raise InputError(f"replayed experts must be [rows, tokens, moe layers, k], got {list(replay.shape)}")
         self.replay, self.plausibility = replay, plausibility
+        self.keep_scores = keep_scores
         self.chosen: Tensor | None = None
+        self.scores: Tensor | None = None  # [rows, tokens, moe layers, experts]
 
     def check(self, config: ModelConfig, rows: int, tokens: int) -> None:
         if config.moe is None:
@@ -70,8 +73,8 @@ class Router(nn.Module):
             self.bias = torch.zeros_like(before, device=device) if before.is_meta else before.to(device)
         return self
 
-    def forward(self, x: Tensor, replay: Tensor | None, plausibility: float) -> tuple[Tensor, Tensor]:
-        """Return the chosen experts [n, k] of tokens [n, hidden], sorted, and their weights."""
+    def forward(self, x: Tensor, replay: Tensor | None, plausibility: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the chosen experts [n, k] of tokens [n, hidden], sorted, their weights, and the scores of all."""
         logits = F.linear(x.float(), self.weight.float())
         scores = logits.softmax(dim=-1) if self.config.scoring == "softmax" else logits.sigmoid()
         with torch.no_grad():
@@ -81,7 +84,7 @@ class Router(nn.Module):
         weights = scores.gather(1, chosen)
         if self.config.normalize:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
-        return chosen, weights * self.config.scale
+        return chosen, weights * self.config.scale, scores
 
     def _select_experts(self, scores: Tensor) -> Tensor:
         """Return the top k experts, best first; with groups, only experts of the best groups."""
@@ -138,11 +141,11 @@ class MoE(nn.Module):
         self.experts = Experts(hidden, config)
         self.shared = MLP(hidden, config.shared_size) if config.shared_size else None
 
-    def forward(self, x: Tensor, replay: Tensor | None, plausibility: float) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, replay: Tensor | None, plausibility: float) -> tuple[Tensor, Tensor, Tensor]:
         flat = x.flatten(0, 1)
         given = None if replay is None else replay.flatten(0, 1)
-        chosen, weights = self.router(flat, given, plausibility)
+        chosen, weights, scores = self.router(flat, given, plausibility)
         y = self.experts(flat, chosen, weights)
         if self.shared is not None:
             y = y + self.shared(flat)
-        return y.view_as(x), chosen.view(*x.shape[:2], chosen.shape[-1])
+        return y.view_as(x), chosen.view(*x.shape[:2], chosen.shape[-1]), scores.view(*x.shape[:2], scores.shape[-1])

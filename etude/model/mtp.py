@@ -49,7 +49,7 @@ class MTPLayer(nn.Module):
         cache: KVCache | None = None,
     ) -> Tensor:
         x = self.project(torch.cat((self.hidden_norm(hidden), self.token_norm(embedded)), dim=-1))
-        x, _ = self.block(x, rotation, documents, cache)
+        x, _, _ = self.block(x, rotation, documents, cache)
         normed: Tensor = self.norm(x)
         return normed
 

@@ -8,6 +8,7 @@ from rich.table import Table
 
 from etude.model.config import ModelConfig
 from etude.model.known import KnownModel
+from etude.system.units import format_bytes
 
 
 def describe_table(config: ModelConfig, facts: dict[str, Any], known: KnownModel | None) -> Table:
@@ -70,10 +71,3 @@ def format_count(count: int) -> str:
             value = count / size
             return f"{value:.2f}{unit}" if value < 10 else f"{value:.1f}{unit}"
     return str(count)
-
-
-def format_bytes(count: int) -> str:
-    for size, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count} B"

@@ -47,12 +47,14 @@ class Block(nn.Module):
         cache: AttentionCache | None = None,
         replay: Tensor | None = None,
         plausibility: float = 0.0,
-    ) -> tuple[Tensor, Tensor | None]:
+        keep_scores: bool = False,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return the new hidden states and, of a MoE layer, the chosen experts and the gate scores if asked for."""
         x = x + self.attention(self.attention_norm(x), rotation, documents, cache)
         if isinstance(self.mlp, MoE):
-            y, chosen = self.mlp(self.mlp_norm(x), replay, plausibility)
-            return x + y, chosen
-        return x + self.mlp(self.mlp_norm(x)), None
+            y, chosen, scores = self.mlp(self.mlp_norm(x), replay, plausibility)
+            return x + y, chosen, scores if keep_scores else None
+        return x + self.mlp(self.mlp_norm(x)), None, None
 
 
 class Transformer(nn.Module):
@@ -65,6 +67,7 @@ class Transformer(nn.Module):
         self.rope = Rope(config.rope)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.keep_scores = False  # training: objectives record gate scores, for a loss that balances experts
         self.recompute = False  # activation checkpointing: less memory, one more forward of each block
         self.head = None if config.tied else Linear(config.hidden_size, config.vocab_size, False)
 
@@ -90,25 +93,28 @@ class Transformer(nn.Module):
         """Return the last hidden states after the final norm: the input of the head and of MTP layers."""
         positions = self._positions(tokens, documents, cache)
         layers = iter(self._replayed(tokens, routing))
-        plausibility = routing.plausibility if routing else 0.0
-        x, choices = self.embed(tokens), []
+        plausibility, keep_scores = (routing.plausibility, routing.keep_scores) if routing else (0.0, False)
+        x, choices, scores = self.embed(tokens), [], []
         rotation = self.rope(positions, x.dtype)
         for block in self.blocks:
             replay = next(layers, None) if isinstance(cast(Block, block).mlp, MoE) else None
-            x, chosen = self._run(block, x, rotation, documents, cache, replay, plausibility)
+            x, chosen, scored = self._run(block, x, rotation, documents, cache, replay, plausibility, keep_scores)
             if chosen is not None:
                 choices.append(chosen)
+            if scored is not None:
+                scores.append(scored)
         if cache is not None:
             cache.advance(tokens.shape[1])
         if routing is not None:
             routing.chosen = torch.stack(choices, dim=2)
+            routing.scores = torch.stack(scores, dim=2) if scores else None
         return cast(Tensor, self.norm(x))
 
-    def _run(self, block: nn.Module, *inputs: Any) -> tuple[Tensor, Tensor | None]:
+    def _run(self, block: nn.Module, *inputs: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
         if self.recompute and torch.is_grad_enabled():
             # keeps only the block's input and recomputes the rest in the backward
-            return cast(tuple[Tensor, Tensor | None], checkpoint(block, *inputs, use_reentrant=False))
-        return cast(tuple[Tensor, Tensor | None], block(*inputs))
+            return cast(tuple[Tensor, Tensor | None, Tensor | None], checkpoint(block, *inputs, use_reentrant=False))
+        return cast(tuple[Tensor, Tensor | None, Tensor | None], block(*inputs))
 
     def logits(self, hidden: Tensor) -> Tensor:
         return linear(hidden, self.head_weight)
