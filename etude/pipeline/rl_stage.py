@@ -58,6 +58,7 @@ from etude.system.progress import ProgressCallback
 from etude.tasks.harbor import read_task
 from etude.tasks.sources import TASK_SOURCES
 from etude.tasks.task import Task
+from etude.train.balance import check_balance
 from etude.train.trainer import Trainer
 from etude.weights.object_store import ObjectStore
 
@@ -86,6 +87,9 @@ class RlStage(Stage[RlSettings]):
             with inputs.problems_of("rl.estimator.reference"):
                 inspect_model(Path(settings.estimator.reference))
         inputs.check_length("rl.window", settings.window or 0, "rl")
+        if (network := inputs.models.get("rl")) is not None:
+            with inputs.problems_of("rl"):
+                check_balance(settings.balance, network.config, "rl")
         if (model := inputs.models.get("rl")) is not None and model.tokenizer is not None:
             with inputs.problems_of("rl.dialect"):
                 dialect = dialect_for(model.tokenizer, settings.dialect)

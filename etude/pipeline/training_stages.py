@@ -21,6 +21,7 @@ from etude.recipe.recipe import Recipe
 from etude.runs.run import Run
 from etude.system.progress import ProgressCallback
 from etude.train import stages
+from etude.train.balance import check_balance
 from etude.train.phase import list_checkpoints
 from etude.train.settings import ExtendSettings, HeldOutSettings, TrainingSettings
 
@@ -49,6 +50,9 @@ class TrainingStage(Stage[TrainingSettings]):
         with inputs.problems_of(f"{self.name}.device"):
             usable_device(settings.device)
         inputs.check_length(f"{self.name}.length", settings.length, self.name)
+        if (model := inputs.models.get(self.name)) is not None:
+            with inputs.problems_of(self.name):
+                check_balance(settings.balance, model.config, self.name)
         for part in settings.mix:
             with inputs.problems_of(f"{self.name}.mix"):
                 inputs.corpora[part.corpus] = self._corpus_tokens(part.corpus, "train", inputs)

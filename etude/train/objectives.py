@@ -15,6 +15,7 @@ from torch import Tensor
 from etude.data.packing import Batch
 from etude.kernels.distill import Distance, distill
 from etude.kernels.loss import IGNORE, linear_cross_entropy
+from etude.model.moe import Routing
 from etude.model.mtp import MTP
 from etude.model.transformer import Transformer
 
@@ -26,21 +27,28 @@ class ObjectiveSums:
     loss: Tensor  # carries the gradient
     metrics: dict[str, Tensor]
     metric_counts: dict[str, Tensor] = field(default_factory=dict)  # divisors of metrics not averaged over loss tokens
+    routing: Routing | None = None  # of a MoE model
 
 
 Objective = Callable[[Transformer, Batch], ObjectiveSums]
 SPARSE_TARGETS = 0.75  # below this share of loss tokens, gathering their hidden states is cheaper than scoring all
 
 
+def record_routing(model: Transformer, replay: Tensor | None = None, plausibility: float = 0.0) -> Routing | None:
+    """Return what records the experts of a forward, which the trainer balances; None for a dense model."""
+    return Routing(replay, plausibility, keep_scores=model.keep_scores) if model.config.moe else None
+
+
 def next_token(model: Transformer, batch: Batch) -> ObjectiveSums:
     """Return the cross-entropy of every target that is not ignored: the objective of pretraining and fine-tuning."""
-    hidden = model.hidden(batch.tokens, documents=batch.documents).flatten(0, 1)
+    routing = record_routing(model)
+    hidden = model.hidden(batch.tokens, documents=batch.documents, routing=routing).flatten(0, 1)
     targets = batch.targets.flatten()
     if batch.loss_tokens < SPARSE_TARGETS * targets.numel():
         positions = loss_positions(batch)
         hidden, targets = hidden.index_select(0, positions), targets[positions]
     loss = linear_cross_entropy(hidden, model.head_weight, targets)
-    return ObjectiveSums(loss, {"loss": loss.detach()})
+    return ObjectiveSums(loss, {"loss": loss.detach()}, routing=routing)
 
 
 def loss_positions(batch: Batch) -> Tensor:
@@ -56,7 +64,8 @@ def with_mtp(mtp: MTP, *, distance: Distance = "kl", joint: bool = True) -> Obje
     """
 
     def objective(model: Transformer, batch: Batch) -> ObjectiveSums:
-        hidden = model.hidden(batch.tokens, documents=batch.documents)
+        routing = record_routing(model)
+        hidden = model.hidden(batch.tokens, documents=batch.documents, routing=routing)
         next_token_loss = linear_cross_entropy(hidden.flatten(0, 1), model.head_weight, batch.targets.flatten())
         loss = next_token_loss if joint else next_token_loss.detach()
         metrics: dict[str, Tensor] = {"loss": next_token_loss.detach()}
@@ -78,6 +87,6 @@ def with_mtp(mtp: MTP, *, distance: Distance = "kl", joint: bool = True) -> Obje
             }
             metrics |= {f"mtp_{depth}_{name}": value for name, value in sums.items()}
             counts |= dict.fromkeys((f"mtp_{depth}_{name}" for name in sums), draft.weights.sum())
-        return ObjectiveSums(loss, metrics, counts)
+        return ObjectiveSums(loss, metrics, counts, routing if joint else None)
 
     return objective

@@ -9,8 +9,10 @@ stored as safetensors and resumes bit for bit.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from statistics import median
 from typing import Literal
 
 import torch
@@ -27,7 +29,8 @@ class AdamSettings:
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
-    max_grad_norm: float = 1.0  # global gradient-norm limit; 0 turns clipping off
+    max_grad_norm: float = 1.0  # global gradient-norm limit; 0: none
+    max_grad_norm_ratio: float = 0.0  # the same, as a multiple of the median norm of the recent steps; 0: none
     round_to_bfloat16: bool = False  # round the values of a float32 model to bfloat16, as samplers get them
 
 
@@ -51,6 +54,9 @@ class LRSchedule:
         return self.final_fraction + (1 - self.final_fraction) * shape
 
 
+RECENT_STEPS, MIN_RECENT_STEPS = 32, 4  # whose median a relative limit is a multiple of
+
+
 class MasterAdamW:
     """AdamW over several modules. Each module is clipped by its own gradient norm, so that training one together with
     another does not change the other's updates."""
@@ -67,6 +73,8 @@ class MasterAdamW:
             for n, p in self.parameters.items()
         }
         self._copy_to_model()
+        self.limits: dict[str, float] = {}  # gradient-norm limits of the last step, by module
+        self.recent_norms = {module: deque[float](maxlen=RECENT_STEPS) for module in modules}
         matrices = [m for m in self.masters.values() if m.dim() > 1]
         vectors = [m for m in self.masters.values() if m.dim() <= 1]  # norms and biases are not decayed
         groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -96,14 +104,27 @@ class MasterAdamW:
         for module in dict.fromkeys(name.partition(".")[0] for name in self.masters):
             own = [m for name, m in self.masters.items() if name.partition(".")[0] == module and m.grad is not None]
             norms[module] = torch.nn.utils.get_total_norm([m.grad for m in own if m.grad is not None])
-            if self.settings.max_grad_norm:
-                torch.nn.utils.clip_grads_with_norm_(own, self.settings.max_grad_norm, norms[module])
+            self.limits[module] = self._limit(module, norms[module])
+            if self.limits[module] < math.inf:
+                torch.nn.utils.clip_grads_with_norm_(own, self.limits[module], norms[module])
         for group in self.adam.param_groups:
             group["lr"] = self.settings.learning_rate * lr_factor
         self.adam.step()
         self.adam.zero_grad(set_to_none=True)
         self._copy_to_model()
         return norms
+
+    def _limit(self, module: str, norm: Tensor) -> float:
+        """Return the gradient-norm limit of a step, and record its norm for later ones."""
+        limit, ratio = self.settings.max_grad_norm or math.inf, self.settings.max_grad_norm_ratio
+        if not ratio:
+            return limit
+        recent = self.recent_norms[module]
+        if len(recent) >= MIN_RECENT_STEPS:
+            limit = min(limit, ratio * median(recent))
+        if norm > 0:  # a step without a gradient says nothing about those that have one
+            recent.append(norm.item())
+        return limit
 
     @torch.no_grad()
     def _copy_to_model(self) -> None:
@@ -113,8 +134,8 @@ class MasterAdamW:
                 parameter.copy_(master.bfloat16() if self.settings.round_to_bfloat16 else master)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return masters, both moments and the step count, by parameter name."""
-        state = {}
+        """Return masters, both moments and the step count, by parameter name, and the recent norms, by module."""
+        state = {f"{module}/norms": torch.tensor(list(norms)) for module, norms in self.recent_norms.items() if norms}
         for name, master in self.masters.items():
             if master is not self.parameters[name]:
                 state[f"{name}/master"] = master
@@ -123,6 +144,8 @@ class MasterAdamW:
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Restore what `state_dict` returned."""
+        for module, recent in self.recent_norms.items():
+            recent.extend(state.get(f"{module}/norms", torch.empty(0)).tolist())
         for name, master in self.masters.items():
             own = {key.rsplit("/", 1)[1]: value for key, value in state.items() if key.rsplit("/", 1)[0] == name}
             if not own:

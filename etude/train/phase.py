@@ -8,7 +8,9 @@ resume, because those steps run again.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import shutil
+import sys
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +22,12 @@ from safetensors.torch import load_file
 
 from etude.data.mixture import Mixture
 from etude.data.packing import next_batch
-from etude.errors import EtudeError
+from etude.errors import EtudeError, InputError
 from etude.files import content_digest
 from etude.model.checkpoint import training_file, write_training_file
 from etude.runs.run import Artefact, Run
 from etude.system.progress import ProgressCallback
+from etude.system.terminal import say
 from etude.train.guard import LossSpikeGuard
 from etude.train.objectives import Objective
 from etude.train.optim import LRSchedule
@@ -92,6 +95,7 @@ def log_step(run: Run, phase: TrainingPhase, result: StepResult, lr_factor: floa
         "trained": result.loss_tokens,
         "learning_rate": phase.trainer.settings.learning_rate * lr_factor,
         **{"gradient_norm" if n == "model" else f"{n}_gradient_norm": v for n, v in result.gradient_norms.items()},
+        "clipped": float(result.clipped),
         "tokens_per_second": round(rate, 1),
     }
     if device.type == "cuda":
@@ -128,6 +132,7 @@ def summarize(run: Run, phase: TrainingPhase) -> dict[str, Any]:
         edge = max(1, len(steps) // 20)
         for word, some in (("first", steps[:edge]), ("last", steps[-edge:])):
             summary[f"{word}_{metric}"] = round(sum(record[metric] for record in some) / len(some), 4)
+        summary["clipped_share"] = round(sum(record.get("clipped", 0.0) for record in steps) / len(steps), 4)
     for score in ("held_out_nats", "held_out_overlap"):
         if scores and score in scores[0]:
             summary |= {f"{score}_before": scores[0][score], f"{score}_after": scores[-1][score]}
@@ -160,7 +165,7 @@ def save_checkpoint(run: Run, phase: TrainingPhase) -> None:
 
 def list_checkpoints(run: Run, stage: str) -> list[tuple[int, Artefact]]:
     """Return a stage's checkpoints with their steps, in order."""
-    found = [a for a in run.artefacts() if a.stage == stage and (a.path / STATE_FILE).exists()]
+    found = [a for a in run.artefacts() if a.stage == stage]
     return sorted((int(a.name.rpartition("-")[2]), a) for a in found)
 
 
@@ -173,17 +178,47 @@ def _remove_old_checkpoints(run: Run, phase: TrainingPhase) -> None:
             run.remove(artefact)
 
 
+def intact_checkpoints(run: Run, stage: str) -> list[tuple[int, Artefact]]:
+    """Return a stage's checkpoints after setting damaged newest ones aside; InputError if all are damaged."""
+    digests = {artefact.path: artefact.digest for _, artefact in list_checkpoints(run, stage)}
+    set_damaged_aside(list(digests), lambda path: content_digest(path) == digests[path])
+    return list_checkpoints(run, stage)
+
+
+def set_damaged_aside(paths: Sequence[Path], is_intact: Callable[[Path], bool]) -> None:
+    """Rename checkpoints after the newest intact one to `damaged-NAME`, and say so; InputError if all are damaged."""
+    damaged: list[Path] = []
+    for path in reversed(paths):
+        try:
+            if is_intact(path):
+                break
+        except OSError as error:  # a bad block, for instance
+            say(f"etude: {error}", file=sys.stderr)
+        damaged.append(path)
+    if damaged and len(damaged) == len(paths):
+        names = ", ".join(path.name for path in paths)
+        raise InputError(
+            f"{paths[0].parent}: every checkpoint is damaged ({names}: the digest differs or a file cannot be read); "
+            "restore one from a copy, or remove them to start the stage again"
+        )
+    for path in damaged:
+        aside = path.with_name(f"damaged-{path.name}")
+        shutil.rmtree(aside, ignore_errors=True)
+        path.rename(aside)
+        say(
+            f"etude: WARNING: {path}: the checkpoint is damaged (its digest differs or a file cannot be read); kept "
+            f"as {aside.name}, and training goes back to {paths[-1 - len(damaged)].name}",
+            file=sys.stderr,
+        )
+
+
 def load_checkpoint(run: Run, phase: TrainingPhase) -> None:
-    """Restore the newest checkpoint of this stage, if there is one. A damaged one is an error, never skipped."""
+    """Restore the newest checkpoint of this stage, if there is one; `intact_checkpoints` has verified it."""
     found = list_checkpoints(run, phase.name)
     if not found:
         run.rewind(phase.name)
         return
     step, artefact = found[-1]
-    if content_digest(artefact.path) != artefact.digest:
-        raise EtudeError(
-            f"{artefact.path}: the checkpoint is damaged (its digest differs); remove it to resume from the one before"
-        )
     state = json.loads((artefact.path / STATE_FILE).read_text())
     phase.mixture.load_state_dict(state["mixture"])
     phase.guard.recent.extend(state["recent"])

@@ -28,6 +28,23 @@ class HeldOutSettings(Settings):
     )
 
 
+BIAS_RATE = 0.001  # of DeepSeek-V3's pretraining
+
+
+class BalanceSettings(Settings):
+    """How experts of a mixture-of-experts model are kept equally loaded in training."""
+
+    bias_rate: float | None = Field(
+        default=None,
+        ge=0,
+        description="change of the routers' correction bias per step, in models that have one, such as deepseek_v3; "
+        "default: 0.001, in rl 0.0001; 0: none",
+    )
+    loss_weight: float = Field(
+        default=0.0, ge=0, description="weight of the auxiliary load-balancing loss, for MoE models; 0: none"
+    )
+
+
 class TrainingSettings(StageSettings):
     """Settings that pretrain, mtp, extend and sft have in common."""
 
@@ -48,8 +65,10 @@ class TrainingSettings(StageSettings):
         default=0.1, ge=0, le=1, description="learning rate of the last step, as a share of the peak"
     )
     betas: tuple[float, float] = Field(default=(0.9, 0.95), strict=False, description="Adam's betas")
+    eps: float = Field(default=1e-8, gt=0, description="Adam's epsilon, added to the root of the second moment")
     weight_decay: float = Field(default=0.1, ge=0, description="AdamW weight decay, applied to matrices only")
     max_grad_norm: float = Field(default=1.0, ge=0, description="gradient-norm limit; 0 turns clipping off")
+    balance: BalanceSettings = Field(default_factory=BalanceSettings, description="load of the experts of a MoE model")
     device: str = Field(default="auto", description="cpu, cuda ...; auto takes a GPU if there is one")
     precision: Literal["float32", "bfloat16"] = Field(
         default="float32",

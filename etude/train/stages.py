@@ -31,11 +31,12 @@ from etude.model.mtp import MTP, initialize_mtp, load_mtp, mtp_file, save_mtp
 from etude.model.transformer import Transformer, compile_blocks
 from etude.runs.run import Artefact, Run
 from etude.system.progress import ProgressCallback
+from etude.train.balance import check_balance
 from etude.train.guard import LossSpikeGuard
 from etude.train.held_out_nll import loss_by_position, stream_nll
 from etude.train.objectives import Objective, next_token, with_mtp
 from etude.train.optim import AdamSettings, LRSchedule
-from etude.train.phase import TrainingPhase, list_checkpoints, train
+from etude.train.phase import TrainingPhase, intact_checkpoints, list_checkpoints, train
 from etude.train.settings import (
     ExtendSettings,
     MtpSettings,
@@ -123,15 +124,16 @@ class StageComponents:
 
 
 def build_components(context: StageContext, stage: str, settings: TrainingSettings) -> StageComponents:
-    """Load model, MTP layers, tokenizer and mixture. An interrupted stage loads its own newest checkpoint."""
+    """Load model, MTP layers, tokenizer and mixture. An interrupted stage loads its own newest intact checkpoint."""
     run = context.run
     origin = settings.model or initial_weights(run, stage)
     directory = origin.path if isinstance(origin, Artefact) else origin
-    own = list_checkpoints(run, stage)
+    own = intact_checkpoints(run, stage)
     weights = own[-1][1].path if own and stage != "mtp" else directory
     tokenizer = Tokenizer.load(directory)
     device, dtype = usable_device(settings.device), getattr(torch, settings.precision)
     model = load(weights, dtype=dtype, device=device, config=_config(directory, settings))
+    check_balance(settings.balance, model.config, stage)
     check_vocabulary(tokenizer, model.config.vocab_size, str(directory))
     if settings.length > model.config.max_length:
         raise InputError(
@@ -184,7 +186,8 @@ def _compiled(mtp: MTP, settings: TrainingSettings) -> MTP:
 
 def build_phase(context: StageContext, parts: StageComponents, objective: Objective) -> TrainingPhase:
     run, settings, stage, model = context.run, parts.settings, parts.stage, parts.model
-    adam = AdamSettings(settings.learning_rate, settings.betas, 1e-8, settings.weight_decay, settings.max_grad_norm)
+    s = settings
+    adam = AdamSettings(s.learning_rate, s.betas, s.eps, s.weight_decay, s.max_grad_norm)
     steps = -(-settings.tokens // (settings.rows * settings.micro_batches * settings.length))
     warmup = round(settings.warmup * steps)
     metric = f"mtp_1_{context.mtp.distance}" if stage == "mtp" and context.mtp else "loss"
@@ -205,7 +208,7 @@ def build_phase(context: StageContext, parts: StageComponents, objective: Object
 
     return TrainingPhase(
         name=stage,
-        trainer=Trainer(model, adam, {"mtp": parts.mtp} if parts.mtp else {}),
+        trainer=Trainer(model, adam, {"mtp": parts.mtp} if parts.mtp else {}, balance=settings.balance),
         objective=objective,
         schedule=LRSchedule(steps, warmup, settings.decay, settings.final_lr_fraction),
         mixture=parts.mixture,

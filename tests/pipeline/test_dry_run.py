@@ -7,7 +7,7 @@ import json
 import os
 import re
 import shutil
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -347,30 +347,43 @@ def test_too_little_memory_and_disk_are_warnings(workspace: Path) -> None:
     assert plan.stages[0].time is not None  # scaled up from fewer rows
 
 
-def test_work_too_slow_to_measure_whole_is_scaled() -> None:
+class WorkClock:
+    """A clock that only work moves."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def work(self, rows: int, length: int) -> None:
+        self.now += rows * length * 2e-5
+
+
+def test_work_too_slow_to_measure_whole_is_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole work would take 20 seconds; its speed is known."""
-    start = time.perf_counter()
-    found = measure_scaled(
-        lambda rows, length: time.sleep(rows * length * 2e-5),
-        1000,
-        1000,
-        lambda rows, length: rows * length,
-        torch.device("cpu"),
-        budget=0.3,
-    )
-    assert time.perf_counter() - start < 2
-    assert found.seconds == pytest.approx(20, rel=0.3)
+    clock = WorkClock()
+    monkeypatch.setattr("etude.pipeline.measure.time", clock)
+    found = measure_scaled(clock.work, 1000, 1000, lambda rows, length: rows * length, torch.device("cpu"), budget=0.3)
+    assert clock.now < 0.5
+    assert found.seconds == pytest.approx(20)
     assert "scaled" in found.basis
 
 
-def test_a_step_of_several_forwards_takes_longer(workspace: Path) -> None:
+def test_a_step_is_its_forwards_and_one_update(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = load_recipe(workspace / "tiny.toml")
     found = check_recipe(recipe, [], None)
     assert recipe.pretrain is not None
     config = found.models["pretrain"].config
-    one, many = (step_seconds(config, recipe.pretrain, forwards, budget=5) for forwards in (1, 200))
+
+    def timed(device: torch.device, work: Callable[..., object], *arguments: object) -> float:
+        work(*arguments)
+        return 0.5
+
+    monkeypatch.setattr("etude.pipeline.measure.time_call", timed)
+    one, many = (step_seconds(config, recipe.pretrain, forwards, budget=1e9) for forwards in (1, 200))
     assert one.basis == "measured here"
-    assert many.seconds > 5 * one.seconds
+    assert (one.seconds, many.seconds) == (1.0, 100.5)
 
 
 def test_rl_is_rehearsed_with_one_rollout_and_one_step_until_it_has_taken_steps(tmp_path: Path) -> None:

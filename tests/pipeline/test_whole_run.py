@@ -235,7 +235,7 @@ def check_rl(run: Path) -> None:
                 assert load_trace(layout.root / slot.trace).segments
                 assert slot.reward is not None
                 assert slot.oldest_step is not None
-                assert 0 <= step - 1 - slot.oldest_step <= 2, "staler than allowed"
+                assert 0 <= step - 1 - slot.oldest_step <= 4, "staler than allowed"
     load(run / "checkpoints" / f"rl-{STEPS['rl']}")
 
 

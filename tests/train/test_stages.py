@@ -232,8 +232,8 @@ def test_a_killed_run_resumes_to_the_same_bits(place: Path, whole: Run, tmp_path
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def resumable(place: Path, tmp_path: Path) -> Path:
-    """A run interrupted after its first checkpoint of pretrain."""
+def resumable(place: Path, tmp_path: Path, step: int = 4) -> Path:
+    """A run interrupted after its checkpoint of this step of pretrain."""
     out = tmp_path / "run"
     recipe = load_recipe(place / "tiny.toml")
 
@@ -247,7 +247,8 @@ def resumable(place: Path, tmp_path: Path) -> Path:
 
         def stop(run: Run, work: Any) -> None:
             save_checkpoint(run, work)
-            raise Enough
+            if work.trainer.step_count == step:
+                raise Enough
 
         patch.setattr(phase, "save_checkpoint", stop)
         with pytest.raises(Enough):
@@ -255,14 +256,63 @@ def resumable(place: Path, tmp_path: Path) -> Path:
     return out
 
 
-def test_a_damaged_checkpoint_is_refused(place: Path, tmp_path: Path) -> None:
-    out = resumable(place, tmp_path)
-    file = out / "checkpoints/pretrain-4/training/optimizer.safetensors"
+def damage(file: Path, kind: str) -> None:
+    """Damage a file: "cut" its last byte off, flip a "bit" in its middle, or "remove" it."""
     data = bytearray(file.read_bytes())
-    data[-3] ^= 1
-    file.write_bytes(data)
-    with pytest.raises(EtudeError, match=r"pretrain-4: the checkpoint is damaged"):
-        run_recipe(load_recipe(place / "tiny.toml"), out, resume=True)
+    if kind == "cut":
+        file.write_bytes(data[:-1])
+    elif kind == "bit":
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+    else:
+        file.unlink()
+
+
+@pytest.fixture(scope="module")
+def interrupted(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run interrupted after its second checkpoint of pretrain, pretrain-8."""
+    return resumable(place, tmp_path_factory.mktemp("interrupted"), step=8)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("model.safetensors", "cut"), ("training/optimizer.safetensors", "bit"), ("training.json", "remove")],
+)
+def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(
+    place: Path, whole: Run, interrupted: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str, kind: str
+) -> None:
+    shutil.copytree(interrupted, tmp_path / "run")
+    damage(tmp_path / "run/checkpoints/pretrain-8" / name, kind)
+    run_recipe(load_recipe(place / "tiny.toml"), tmp_path / "run", resume=True)
+    said = capfd.readouterr().err
+    assert "checkpoints/pretrain-8: the checkpoint is damaged" in said
+    assert "kept as damaged-pretrain-8, and training goes back to pretrain-4" in said
+    resumed = Run.read(tmp_path / "run")
+    assert losses(resumed, "pretrain") == losses(whole, "pretrain")
+    ours, theirs = (load_file(run.find("checkpoint").path / "model.safetensors") for run in (resumed, whole))
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+
+def test_a_run_stops_if_every_checkpoint_is_damaged(place: Path, interrupted: Path, tmp_path: Path) -> None:
+    shutil.copytree(interrupted, tmp_path / "run")
+    for name, kind in (("pretrain-4", "cut"), ("pretrain-8", "remove")):
+        damage(tmp_path / "run/checkpoints" / name / "model.safetensors", kind)
+    for _ in range(2):  # nothing was moved: it says so again
+        with pytest.raises(InputError, match=r"every checkpoint is damaged \(pretrain-4, pretrain-8: "):
+            run_recipe(load_recipe(place / "tiny.toml"), tmp_path / "run", resume=True)
+
+
+def test_a_moved_run_resumes_to_the_same_bits(place: Path, whole: Run, interrupted: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(interrupted, copy)
+    copy.rename(tmp_path / "moved")
+    run_recipe(load_recipe(place / "tiny.toml"), tmp_path / "moved", resume=True)
+    moved = Run.read(tmp_path / "moved")
+    assert losses(moved, "sft") == losses(whole, "sft")
+    assert moved.find("checkpoint").digest == whole.find("checkpoint").digest
+    for file in moved.path.rglob("*"):
+        assert not file.is_file() or str(interrupted).encode() not in file.read_bytes(), file
+    assert not copy.exists()
 
 
 def test_a_full_disk_stops_with_a_line_and_the_run_goes_on_later(place: Path, whole: Run, tmp_path: Path) -> None:

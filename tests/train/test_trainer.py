@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 
 import pytest
 import torch
@@ -100,18 +101,40 @@ def test_masters_remember_steps_too_small_for_bfloat16() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_restored_optimizer_goes_on_to_the_bit(dtype: torch.dtype) -> None:
     some = batches(6)
-    through = Trainer(fresh(dtype=dtype), AdamSettings(learning_rate=1e-2))
+    settings = AdamSettings(learning_rate=1e-2, max_grad_norm_ratio=0.5)  # the limit depends on the steps before
+    through = Trainer(fresh(dtype=dtype), settings)
     for batch in some:
         through.step([batch], next_token)
-    first = Trainer(fresh(dtype=dtype), AdamSettings(learning_rate=1e-2))
+    first = Trainer(fresh(dtype=dtype), settings)
     for batch in some[:3]:
         first.step([batch], next_token)
-    second = Trainer(fresh(dtype=dtype), AdamSettings(learning_rate=1e-2))
+    second = Trainer(fresh(dtype=dtype), settings)
     second.model.load_state_dict(first.model.state_dict())
     second.optimizer.load_state_dict({name: value.clone() for name, value in first.optimizer.state_dict().items()})
     for batch in some[3:]:
         second.step([batch], next_token)
     assert all(torch.equal(a, b) for a, b in zip(through.model.parameters(), second.model.parameters(), strict=True))
+
+
+def test_the_relative_limit_is_a_multiple_of_the_median_of_recent_norms() -> None:
+    model = fresh()
+    optimizer = MasterAdamW({"model": model}, AdamSettings(max_grad_norm=0.0, max_grad_norm_ratio=1.5))
+    scales = [1.0, 2.0, 0.0, 4.0, 3.0, 9.0, 3.5, 0.0, 20.0]
+    size = sum(p.numel() for p in model.parameters()) ** 0.5
+    clipped, limits, seen = [], [], []
+    for scale in scales:
+        for p in model.parameters():
+            p.grad = torch.full_like(p, scale)
+        known = [norm for norm in seen if norm]
+        expected = 1.5 * statistics.median(known) if len(known) >= 4 else math.inf
+        norm = optimizer.step(1.0)["model"].item()
+        limits.append(optimizer.limits["model"] == pytest.approx(expected, rel=1e-5))
+        clipped.append(norm > optimizer.limits["model"])
+        seen.append(scale * size)
+        assert norm == pytest.approx(seen[-1], rel=1e-5)
+    assert all(limits)
+    # After 1, 2, 4, 3 the median is 2.5; steps without a gradient do not count.
+    assert clipped == [False] * 5 + [True, False, False, True]
 
 
 def test_training_mtp_jointly_does_not_change_the_main_model() -> None:
@@ -154,7 +177,7 @@ def test_the_schedule_goes_up_then_down_to_its_end(steps: int, warmup: float, de
 
 
 def result_of(loss: float, norm: float = 1.0) -> StepResult:
-    return StepResult({"loss": loss}, {"model": norm}, 10, 10, 1.0)
+    return StepResult({"loss": loss}, {"model": norm}, False, 10, 10, 1.0)
 
 
 def test_a_bad_step_stops_and_keeps_its_batch(tmp_path: object) -> None:
