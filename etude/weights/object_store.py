@@ -26,6 +26,7 @@ class ObjectStore:
         except (ValueError, ImportError) as error:
             raise InputError(f"{url}: no such object store: {error}") from error
         self._local = "file" in self._protocols()
+        self.directory = Path(self._root) if self._local else None  # of a store in the file system
 
     def _protocols(self) -> tuple[str, ...]:
         found = self._fs.protocol

@@ -1,13 +1,15 @@
 """Publish the trainer's weights in the background, without delaying a training step.
 
 One thread encodes and uploads. While it is busy only the newest weights wait; a version that was overtaken is skipped,
-and the next delta is against the last uploaded version. After a failure the next upload is a full one, because it is
+and the next delta is against the last uploaded version. A store that is away is tried again until it is back, with the
+newest weights; `problem` says what is wrong meanwhile. After a failure the next upload is a full one, because it is
 uncertain what reached the store, and a full version depends on nothing before it.
 """
 
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -16,10 +18,11 @@ from torch import Tensor
 from etude.errors import EtudeError, InputError
 from etude.weights.hashed import with_digests
 from etude.weights.object_store import ObjectStore
+from etude.weights.owner import check_owner
 from etude.weights.versions import SHARD_BYTES, Version, WeightState, latest, prune, write_version
 
-ATTEMPTS = 4
-WAIT_S = 0.5  # before the second attempt; doubled for each further
+WAIT_S = 0.5  # before the second attempt; doubled for each further ...
+MAX_WAIT_S = 15.0  # ... up to this
 
 
 @dataclass(frozen=True)
@@ -39,13 +42,16 @@ class Publisher:
     """Publishes versions to a store. Use it as a context manager: leaving it waits for pending uploads."""
 
     def __init__(
-        self, store: ObjectStore, *, full_every: int = 20, keep: int = 2, shard_bytes: int = SHARD_BYTES
+        self, store: ObjectStore, *, full_every: int = 20, keep: int = 2, shard_bytes: int = SHARD_BYTES, run: str = ""
     ) -> None:
         if full_every < 1 or keep < 1:
             raise InputError(f"weights: full_every {full_every} and keep {keep} must be at least 1")
         self.store, self.full_every, self.keep, self.shard_bytes = store, full_every, keep, shard_bytes
+        self.run = run  # id of the run that owns the store; "": any
         self.history: list[Published] = []
-        self._newest = latest(store)  # of an earlier run: version numbers only grow
+        self.problem = ""  # why the newest weights are not in the store yet, if that is so
+        self._newest: int | None = None
+        self._first: int | None = None  # number of the first version
         self._last: tuple[Version, WeightState] | None = None
         self._since_full = 0
         self._waiting: tuple[int, WeightState] | None = None
@@ -63,7 +69,7 @@ class Publisher:
         self.close()
 
     def publish_soon(self, number: int, weights: Mapping[str, Tensor]) -> None:
-        """Copy the weights and return. Raise PublishingFailed if an earlier upload failed after all attempts."""
+        """Copy the weights and return. Raise PublishingFailed if an earlier upload failed for good."""
         if self._newest is not None and number <= self._newest:
             raise InputError(f"weights: version {number} is not newer than {self._newest}")
         with torch.no_grad():
@@ -74,7 +80,15 @@ class Publisher:
                 raise InputError("weights: the publisher is closed")
             self._skipped += self._waiting is not None
             self._waiting, self._newest = (number, copy), number
+            self._first = number if self._first is None else self._first
             self._change.notify_all()
+
+    @property
+    def behind(self) -> int:
+        """How many versions the store is behind the newest weights."""
+        if self._newest is None or self._first is None:
+            return 0
+        return self._newest - (self.history[-1].version.number if self.history else self._first)
 
     def flush(self, timeout: float | None = None) -> None:
         """Wait until all published weights are in the store."""
@@ -82,7 +96,8 @@ class Publisher:
             done = self._change.wait_for(lambda: self._error or not (self._waiting or self._working), timeout)
             self._raise_failure()
             if not done:
-                raise PublishingFailed(f"{self.store.url}: not written after {timeout} s")
+                problem = self.problem or "the upload is slow"
+                raise PublishingFailed(f"{self.store.url}: not written after {timeout} s: {problem}")
 
     def close(self) -> None:
         with self._change:
@@ -98,6 +113,7 @@ class Publisher:
             raise PublishingFailed(f"{self.store.url}: cannot be written: {error}") from error
 
     def _run(self) -> None:
+        wait_s = WAIT_S
         while True:
             with self._change:
                 self._working = False
@@ -109,25 +125,33 @@ class Publisher:
                 skipped, self._skipped, self._working = self._skipped, 0, True
             try:
                 self._publish(number, state, skipped)
-            except Exception as error:  # of any store: raised in the trainer at its next step
+                self.problem, wait_s = "", WAIT_S
+            except OSError as error:  # the store is away: again, with newer weights if there are any by then
+                self._last, self.problem = None, f"{type(error).__name__}: {error}"
+                with self._change:
+                    newer = self._waiting is not None
+                    self._waiting, self._skipped = self._waiting or (number, state), self._skipped + skipped + newer
+                    if self._closing:
+                        self._waiting, self._error = None, error
+                    self._change.wait_for(lambda: self._closing, wait_s)
+                wait_s = min(2 * wait_s, MAX_WAIT_S)
+            except Exception as error:  # raised in the trainer at its next step
                 self._last = None
                 with self._change:
                     self._error = error
 
     def _publish(self, number: int, state: WeightState, skipped: int) -> None:
         started = time.monotonic()
+        if self.run:
+            check_owner(self.store, self.run)
+        if not self.history and (newest := latest(self.store)) is not None and number <= newest:
+            raise InputError(f"version {number} is not newer than {newest}")  # of an earlier process
         state = with_digests(state)  # the next delta needs them too
         parent = self._last if self._since_full < self.full_every - 1 else None
-        for attempt in range(ATTEMPTS):
-            try:
-                version = write_version(self.store, number, state, parent, self.shard_bytes)
-                break
-            except OSError:
-                if attempt == ATTEMPTS - 1:
-                    raise
-                time.sleep(WAIT_S * 2**attempt)
+        version = write_version(self.store, number, state, parent, self.shard_bytes)
         self._last = version, state
         self._since_full = 0 if version.full else self._since_full + 1
         self.history.append(Published(version, time.monotonic() - started, skipped))
         if version.full:
-            prune(self.store, self.keep)
+            with suppress(OSError):  # the next full version prunes again
+                prune(self.store, self.keep)

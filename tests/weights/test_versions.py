@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from etude.errors import InputError
+from etude.errors import BusyError, InputError
 from etude.weights.hashed import checksum
 from etude.weights.object_store import ObjectStore
+from etude.weights.owner import claimed
 from etude.weights.publisher import Publisher, PublishingFailed
 from etude.weights.versions import (
     BrokenChain,
@@ -211,7 +212,7 @@ def test_full_versions_are_written_regularly_and_old_ones_removed(tmp_path: Path
     assert version_numbers(store) == [10, 11, 12, 13]
 
 
-def test_a_store_failure_is_raised_in_the_trainer_and_the_next_version_is_full(
+def test_after_a_store_failure_the_newest_version_is_published_in_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("etude.weights.publisher.WAIT_S", 0.01)
@@ -226,14 +227,62 @@ def test_a_store_failure_is_raised_in_the_trainer_and_the_next_version_is_full(
 
         monkeypatch.setattr(store, "put", failing)
         publisher.publish_soon(2, stepped(state, 2))
-        with pytest.raises(PublishingFailed, match="no space left"):
-            publisher.flush(20)
+        with pytest.raises(PublishingFailed, match=r"not written after 0\.3 s: OSError: no space left"):
+            publisher.flush(0.3)
+        publisher.publish_soon(3, stepped(state, 3))  # costs no step
+        assert publisher.behind == 2
         monkeypatch.setattr(store, "put", put)
-        publisher.publish_soon(3, stepped(state, 3))
         publisher.flush(20)
-        assert publisher.history[-1].version.full
-    with pytest.raises(InputError, match="not newer than 3"):
-        Publisher(store).publish_soon(3, state)
+        assert (publisher.history[-1].version.number, publisher.history[-1].version.full) == (3, True)
+        assert (publisher.behind, publisher.problem) == (0, "")
+    again = Publisher(store)
+    again.publish_soon(3, state)
+    with pytest.raises(PublishingFailed, match="not newer than 3"):
+        again.flush(20)
+
+
+def test_a_store_belongs_to_one_run(tmp_path: Path) -> None:
+    store = ObjectStore(tmp_path / "store")
+    with claimed(store, "first", inside=False), Publisher(store, run="first") as publisher:
+        publisher.publish_soon(1, weights(0))
+        publisher.flush(20)
+        with pytest.raises(BusyError, match=r"weight store .* is in use by pid"), claimed(store, "first", inside=False):
+            pass
+        with pytest.raises(BusyError), claimed(store, "second", inside=False):
+            pass
+    refused = pytest.raises(InputError, match=r"another run; name another place in rl\.weights\.store, or delete")
+    with refused, claimed(store, "second", inside=False):
+        pass
+    with claimed(store, "first", inside=False):  # resumed
+        pass
+    (tmp_path / "store" / "owner.json").unlink()  # leftovers of a run that is not known
+    with pytest.raises(InputError, match="another run"), claimed(store, "second", inside=False):
+        pass
+
+
+def test_a_directory_that_is_away_is_not_written_to_and_costs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("etude.weights.publisher.WAIT_S", 0.01)
+    monkeypatch.setattr("etude.weights.publisher.MAX_WAIT_S", 0.02)
+    place, state = tmp_path / "mounted", weights(0)
+    store = ObjectStore(place)
+    with claimed(store, "run", inside=False), Publisher(store, run="run") as publisher:
+        publisher.publish_soon(0, state)
+        publisher.flush(20)
+        place.rename(tmp_path / "away")
+        place.mkdir()  # an empty mount point
+        for number in range(1, 6):
+            publisher.publish_soon(number, state := stepped(state, number))
+        with pytest.raises(PublishingFailed, match="is not there"):
+            publisher.flush(0.3)
+        assert list(place.iterdir()) == []
+        place.rmdir()
+        (tmp_path / "away").rename(place)
+        publisher.flush(20)
+    version, read = follow(store)
+    assert version.number == 5
+    assert all(torch.equal(read[name], state[name]) for name in state)
 
 
 KILLED = """
