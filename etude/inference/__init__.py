@@ -13,15 +13,9 @@ from etude.lazy import lazy_exports
 if TYPE_CHECKING:
     from etude.inference.clients.http import HttpPolicy as HttpPolicy
     from etude.inference.clients.inprocess import InProcessPolicy as InProcessPolicy
-    from etude.inference.clients.openai import OpenAIChat as OpenAIChat
-    from etude.inference.clients.sglang import SglangPolicy as SglangPolicy
-    from etude.inference.clients.vllm import VllmPolicy as VllmPolicy
     from etude.inference.engine import Engine as Engine
-    from etude.inference.policy import Policy as Policy
-    from etude.inference.policy import PolicyBase as PolicyBase
     from etude.inference.request import Completion as Completion
     from etude.inference.sampling import Sampling as Sampling
     from etude.inference.service import EngineService as EngineService
-    from etude.inference.settings import EngineOptions as EngineOptions
 
 __getattr__ = lazy_exports(__name__)

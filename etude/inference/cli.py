@@ -13,7 +13,16 @@ import typer
 from etude.errors import InputError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
+
+    from etude.inference import server
+
+TOKEN_HELP = (
+    "File with the token that clients must send. Default: a new one, printed, which on a loopback address only "
+    "/weights, /pause, /resume and /drain need."
+)
 
 
 def serve(
@@ -21,11 +30,16 @@ def serve(
         Path, typer.Argument(metavar="CHECKPOINT", help="A Hugging Face model directory.", show_default=False)
     ],
     host: Annotated[
-        str, typer.Option(help="Address to listen on; one that other machines can reach needs a token.")
+        str,
+        typer.Option(help="Address to listen on; on one that other machines can reach, all requests need the token."),
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
-    token_file: Annotated[
-        Path | None, typer.Option(help="File with the token that clients must send.", show_default=False)
+    token_file: Annotated[Path | None, typer.Option(help=TOKEN_HELP, show_default=False)] = None,
+    no_token: Annotated[
+        bool, typer.Option("--no-token", help="No token: every program of this machine may replace the weights.")
+    ] = False,
+    allow_host: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="A further name of this server; repeatable.")
     ] = None,
     name: Annotated[
         str | None,
@@ -59,8 +73,9 @@ def serve(
     from etude.inference.engine import open_engine
     from etude.inference.service import EngineService
     from etude.inference.settings import EngineOptions
+    from etude.system.http import bind, url_of
 
-    token, torch_dtype = server.read_token(host, token_file), _dtype(dtype)
+    access, torch_dtype = _access(host, token_file, no_token, allow_host or ()), _dtype(dtype)
     options = EngineOptions(
         kv_cache_tokens=tokens,
         page_size=page,
@@ -70,27 +85,38 @@ def serve(
         invariant=invariant,
     )
     model_name = name or checkpoint.resolve().name
-    with server.bind(host, port) as listener:  # before loading, which takes minutes: the port may be taken
+    with bind(host, port) as listener:  # before loading, which takes minutes: the port may be taken
         engine = open_engine(checkpoint, options, dtype=torch_dtype, device=device)
         model = server.ServedModel.of(model_name, engine.tokenizer, dialect, _read_profile(checkpoint))
         if model.dialect is None:
             print(f"etude: warning: no chats: {model.problem}", file=sys.stderr)
 
         async def serve_until_stopped() -> None:
-            address = listener.getsockname()
-            url = f"http://{f'[{address[0]}]' if ':' in address[0] else address[0]}:{address[1]}"
-
             def ready() -> None:
-                print(f"{url}/v1  {model_name} on {engine.device}, room for {tokens:,} tokens", flush=True)
+                where = f"{url_of(listener)}/v1"
+                print(f"{where}  {model_name} on {engine.device}, room for {tokens:,} tokens", flush=True)
 
             async with EngineService(engine, max_waiting=max_waiting) as service:
-                await server.run(service, listener, model, token=token, grace=grace, ready=ready)
+                await server.run(service, listener, model, access, grace=grace, ready=ready)
                 if service.failure is not None:
                     raise service.failure
 
-        if not server.is_loopback(host):
-            print("etude: warning: no TLS: the token and all traffic are sent in the clear", file=sys.stderr)
         asyncio.run(serve_until_stopped())
+
+
+def _access(host: str, token_file: Path | None, no_token: bool, hosts: Sequence[str]) -> server.Access:
+    """Return who is answered; a token that is not given is made and printed."""
+    from etude.inference.server import Access
+    from etude.system.http import is_loopback, new_token, read_token
+
+    given = read_token(host, token_file, no_token)
+    access = Access(new_token() if given is None else given, given is None and is_loopback(host), tuple(hosts))
+    if given is None:
+        scope = "POST /weights, /pause, /resume and /drain" if access.changes_only else "all requests"
+        print(f"etude: token for {scope}: {access.token}", file=sys.stderr)
+    if not is_loopback(host):
+        print("etude: warning: no TLS: the token and all traffic are sent in the clear", file=sys.stderr)
+    return access
 
 
 def _read_profile(checkpoint: Path) -> dict[str, Any] | None:

@@ -294,7 +294,8 @@ class Engine:
                 self._finish(sequence, sequence.length - 1)
 
     def _record_routing(self, sequence: SequenceState, end: int) -> None:
-        """Copy the experts of tokens up to `end` as they are when first computed: they produced what followed."""
+        """Copy the experts of tokens up to `end` as they are when first computed, by these weights: they produced what
+        followed."""
         if self.routing_by_slot is None:
             return
         if sequence.routed < end:

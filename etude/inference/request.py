@@ -47,6 +47,7 @@ class SequenceState:
     versions: list[int] = field(default_factory=list)
     routing: list[npt.NDArray[np.unsignedinteger]] = field(default_factory=list)  # arrays to concatenate, in order
     routed: int = 0  # tokens they cover
+    loads: int = 0  # weights loaded by the scheduler before it last started
 
     pages: list[int] = field(default_factory=list)
     computed: int = 0  # tokens whose keys and values are in the pages

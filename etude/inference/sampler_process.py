@@ -32,7 +32,9 @@ from etude.inference.settings import SamplerRunSettings
 from etude.inference.weight_update import check_finite
 from etude.runs.layout import RunLayout
 from etude.runs.service_status import SAMPLER, sampler_token, write_status
+from etude.system.http import bind
 from etude.system.processes import die_with_parent, parent_process
+from etude.system.terminal import say
 from etude.weights.delta import DeltaError
 from etude.weights.object_store import ObjectStore
 from etude.weights.versions import BrokenChain, Version, WeightState, follow, latest, read_version
@@ -151,7 +153,7 @@ class Sampler:
             signal.signal(number, _stop)
         threading.Thread(target=self._report, name="report", daemon=True).start()
         try:
-            with server.bind(HOST, 0) as listener:
+            with bind(HOST, 0) as listener:
                 engine = self._open_engine()
                 self._begin(engine)
                 asyncio.run(self._serve(engine, listener))
@@ -209,9 +211,9 @@ class Sampler:
                 self._url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
                 self._set_state("ready", "")
 
-            token = sampler_token(self.layout)
+            access = server.Access(sampler_token(self.layout))
             model = server.ServedModel.of(self.name, engine.tokenizer)
-            await server.run(service, listener, model, token=token, grace=0.0, ready=ready)
+            await server.run(service, listener, model, access, grace=0.0, ready=ready)
             if service.failure is not None:
                 raise service.failure
 
@@ -320,7 +322,7 @@ class Sampler:
 
     def _end(self, why: str, code: int) -> NoReturn:
         """Exit at once, without closing connections or joining threads."""
-        print(f"{self.name}: {why}", file=sys.stderr, flush=True)
+        say(f"{self.name}: {why}", file=sys.stderr)
         self._state, self._waiting_for, self._url, self.follower.problem = "ended", "", "", why
         self.write()
         os._exit(code)
@@ -347,7 +349,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings = load_table(layout.recipe, "rl", SamplerRunSettings)
         Sampler(layout, given.name, settings).run()
     except EtudeError as error:
-        print(f"{given.name}: {error}", file=sys.stderr, flush=True)
+        say(f"{given.name}: {error}", file=sys.stderr)
         return error.exit_code
     return 0
 

@@ -67,6 +67,7 @@ class Scheduler:
         self.waiting: deque[SequenceState] = deque()  # oldest first
         self.running: list[SequenceState] = []  # oldest first; only these hold pages
         self.preemptions = 0
+        self.loads = 0  # times that new weights were loaded
         self.on_release: Callable[[SequenceState], None] = lambda sequence: None  # called when it loses its pages
         self.prefix_root_of: Callable[[SequenceState], int] = lambda sequence: 0  # for a sequence that starts
         self._cancelling: list[SequenceState] = []  # cancelled, still waiting or running
@@ -144,6 +145,8 @@ class Scheduler:
         # At least one token is computed, since it gives the next. A sequence that already has output computes two:
         # drafting needs the state before the last token.
         sequence.prefix_root = self.prefix_root_of(sequence)
+        if sequence.loads != self.loads:  # other weights recompute it: what it samples next attends to their experts
+            sequence.loads, sequence.routing, sequence.routed = self.loads, [], 0
         reusable = sequence.tokens(0, sequence.length - (2 if sequence.output else 1))
         found = self.pool.find_prefix(reusable, sequence.prefix_root)
         if self.fixed_chunk:
@@ -179,7 +182,7 @@ class Scheduler:
         self.on_release(sequence)
         self.pool.release(sequence.pages)
         sequence.pages, sequence.computed, sequence.published, sequence.prefix_id = [], 0, 0, 0
-        # The recorded routing stays: it belongs to the computation that produced the tokens.
+        # The recorded routing stays unless the weights change: it belongs to the computation that produced the tokens.
 
     def advance(self, sequence: SequenceState, computed: int) -> None:
         """Record that a sequence's pages hold `computed` tokens, and index the full ones."""
@@ -207,7 +210,8 @@ class Scheduler:
         del self.running[place]
 
     def recompute_all(self) -> None:
-        """Discard the whole cache: every running sequence is recomputed from its beginning."""
+        """Discard the whole cache for new weights: every running sequence is recomputed from its beginning."""
+        self.loads += 1
         for sequence in self.running:
             self._release(sequence)
         self.waiting = deque(sorted((*self.running, *self.waiting), key=_arrival))
@@ -217,6 +221,7 @@ class Scheduler:
 
     def on_new_weights(self) -> None:
         """Let running sequences keep their pages, and give new leaders to sequences that would not find those pages."""
+        self.loads += 1
         self._reassign_leaders({each for each in self.running if each.prefix_root != self.prefix_root_of(each)})
 
     def drop_cancelled(self) -> list[SequenceState]:

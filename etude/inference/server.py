@@ -5,25 +5,22 @@
     POST /pause  /resume  /drain                   GET /health  /metrics
 
 All input is validated and bounded; invalid input is a 4xx with OpenAI's error object. The requests of a client that
-disconnects are cancelled. A token is optional on a loopback address and required elsewhere.
+disconnects are cancelled. What changes the server (CHANGES) needs a token; the other endpoints need it too if the
+operator gave one, and on addresses that other machines can reach.
 """
 
 import asyncio
 import contextlib
-import hmac
-import ipaddress
 import json
 import random
-import signal
 import socket
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import uvicorn
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from starlette.applications import Starlette
@@ -32,7 +29,7 @@ from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from etude.chat.dialects import dialect_for
 from etude.chat.dialects.turns import TurnDialect
@@ -50,28 +47,12 @@ from etude.inference.generate_protocol import array_to_json, check_logprobs_fini
 from etude.inference.metrics import prometheus
 from etude.inference.responses import ChatChoice, Choice, ResponseBuilder, TextChoice
 from etude.inference.service import ContextLengthExceeded, Draining, EngineBroken, EngineService, Generation, QueueFull
-from etude.system.http import cancel_on_disconnect
+from etude.system.http import RequestGuard, cancel_on_disconnect, serving
 
 MAX_BODY = 64 << 20  # bytes of a JSON body: a prompt of a few million tokens
 GRACE_S = 30.0  # for running requests to finish when the server is stopped
 WATCH_S = 0.5  # between two checks whether the engine still works
-
-
-class TokenAuthMiddleware:
-    """Requires the bearer token for every path except /health."""
-
-    def __init__(self, app: ASGIApp, token: str) -> None:
-        self.app, self.token = app, token.encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self.token and scope["path"] != "/health":
-            scheme, _, given = Request(scope).headers.get("authorization", "").partition(" ")
-            if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), self.token):
-                message = "the token is missing or wrong; send the server's token as `Authorization: Bearer`"
-                body = error_body(message, "authentication_error", "invalid_api_key")
-                await JSONResponse(body, 401)(scope, receive, send)
-                return
-        await self.app(scope, receive, send)
+CHANGES = frozenset(("POST", path) for path in ("/weights", "/pause", "/resume", "/drain"))
 
 
 @dataclass(frozen=True)
@@ -250,7 +231,6 @@ class InferenceServer:
 
     async def _json(self, request: Request) -> Any:
         if not is_json(request):
-            # Without a preflight, a web page of another origin can send only other content types to a loopback address.
             raise HTTPException(415, "send the body as `content-type: application/json`")
         data = bytearray()
         async for chunk in read_body(request, self.max_body):
@@ -356,6 +336,11 @@ async def error_response(_: Request, error: Exception) -> Response:
     return JSONResponse(error_body(f"{type(error).__name__}: {error}", "server_error", "internal_error"), 500)
 
 
+def _refuse(status: int, message: str) -> Response:
+    known = {401: ("authentication_error", "invalid_api_key")}
+    return JSONResponse(error_body(message, *known.get(status, ("invalid_request_error",))), status)
+
+
 def _retry_later(status: int, body: Mapping[str, Any], seconds: float) -> Response:
     return JSONResponse(body, status, {"retry-after": f"{seconds:g}"})
 
@@ -363,8 +348,27 @@ def _retry_later(status: int, body: Mapping[str, Any], seconds: float) -> Respon
 # --------------------------------------------------------------------------------------------------- running
 
 
-def app(service: EngineService, model: ServedModel, *, token: str = "", max_body: int = MAX_BODY) -> Starlette:
-    """Return the application around a running service. Without a token it serves every client that can connect."""
+@dataclass(frozen=True)
+class Access:
+    """Who is answered: with a token those who send it, on every path but /health or only for `CHANGES`; no web page of
+    another origin; and only under the names of this machine, IP addresses and `hosts`."""
+
+    token: str = ""
+    changes_only: bool = False
+    hosts: tuple[str, ...] = ()
+
+    def needs_token(self, method: str, path: str) -> bool:
+        return (method, path) in CHANGES if self.changes_only else path != "/health"
+
+
+def app(
+    service: EngineService,
+    model: ServedModel,
+    access: Access = Access(),  # noqa: B008  (frozen)
+    *,
+    max_body: int = MAX_BODY,
+) -> Starlette:
+    """Return the application around a running service."""
     server = InferenceServer(service, model, max_body)
 
     def route(method: str, path: str, endpoint: Callable[[Request], Awaitable[Response]]) -> Route:
@@ -385,59 +389,25 @@ def app(service: EngineService, model: ServedModel, *, token: str = "", max_body
             route("GET", "/health", server.health),
             route("GET", "/metrics", server.metrics),
         ],
-        middleware=[Middleware(TokenAuthMiddleware, token=token)],
+        middleware=[
+            Middleware(
+                RequestGuard,
+                refuse=_refuse,
+                token=access.token,
+                needs_token=access.needs_token,
+                hosts=access.hosts,
+            )
+        ],
         exception_handlers=dict.fromkeys((HTTPException, EtudeError, ClientDisconnect, Exception), error_response),
     )
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether an address can be reached from this machine only."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
-
-
-def read_token(host: str, file: Path | None) -> str:
-    """Return the token in a file; without a file, an empty one if only this machine can connect."""
-    if file is None:
-        if not is_loopback(host):
-            raise InputError(f"--host {host} can be reached from other machines and needs a token: give --token-file")
-        return ""
-    try:
-        token = file.read_text().strip()
-    except (OSError, UnicodeError) as error:
-        raise InputError(f"--token-file {file}: {error}") from None
-    if len(token) < 16 or not token.isascii():
-        raise InputError(f"--token-file {file}: expected at least 16 ASCII characters (`openssl rand -hex 24`)")
-    return token
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """Return a listening socket; port 0 takes any free one."""
-    try:
-        family = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0][0]
-        listener = socket.create_server((host.strip("[]"), port), family=family, backlog=2048)
-    except OSError as error:
-        raise InputError(f"--host {host} --port {port}: {error.strerror or error}; choose another") from None
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # inherited; without it a small response takes 40 ms
-    return listener
-
-
-class UvicornServer(uvicorn.Server):
-    """uvicorn without its signal handlers, which would raise the signals again before running requests finish."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 async def run(
     service: EngineService,
     listener: socket.socket,
     model: ServedModel,
+    access: Access = Access(),  # noqa: B008  (frozen)
     *,
-    token: str = "",
     grace: float = GRACE_S,
     ready: Callable[[], None] = lambda: None,
 ) -> None:
@@ -445,29 +415,12 @@ async def run(
 
     A broken engine ends it too, so that a supervisor can start another process.
     """
-    config = uvicorn.Config(
-        app(service, model, token=token),
-        log_level="warning",
-        access_log=False,
-        lifespan="off",
-        timeout_graceful_shutdown=1,
-    )
-    server = UvicornServer(config)
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    while not server.started and not serving.done():
-        await asyncio.sleep(0.01)
-    if server.started:
+    async with serving(app(service, model, access), listener) as stopped:
         ready()
-    while not stop.is_set() and not serving.done() and service.failure is None:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(stop.wait(), WATCH_S)
-    if service.state == "running" or (service.state == "draining" and service.open_sequences):
-        with contextlib.suppress(TimeoutError, EtudeError):
-            await asyncio.wait_for(service.drain(), grace)
-    await service.close()  # before the connections: waiting clients get an error instead of a truncated response
-    server.should_exit = True
-    await serving
+        while not stopped.is_set() and service.failure is None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stopped.wait(), WATCH_S)
+        if service.state == "running" or (service.state == "draining" and service.open_sequences):
+            with contextlib.suppress(TimeoutError, EtudeError):
+                await asyncio.wait_for(service.drain(), grace)
+        await service.close()  # before the connections: waiting clients get an error instead of a truncated response

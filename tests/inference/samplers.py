@@ -29,6 +29,7 @@ from etude.inference.service import EngineService
 from etude.inference.settings import EngineOptions
 from etude.model.config import ModelConfig
 from etude.model.transformer import Transformer
+from etude.system.http import UvicornServer
 
 NAME = "tiny"
 TEXTS = ["def add(a, b):\n    return a + b\n", "Zürich, 東京, naïve café\n"]
@@ -152,15 +153,14 @@ async def serving(service: EngineService, **options: Any) -> AsyncIterator[str]:
     listener = socket.create_server(("127.0.0.1", 0))
     names = {key: options.pop(key) for key in ("dialect", "profile") if key in options}
     model = server.ServedModel.of(NAME, service.engine.tokenizer, **names)
-    application = server.app(service, model, **options)
+    application = server.app(service, model, server.Access(options.pop("token", "")), **options)
     async with running(application, listener):
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
 @contextlib.asynccontextmanager
 async def running(application: Any, listener: socket.socket) -> AsyncIterator[None]:
-    config = uvicorn.Config(application, log_level="error", access_log=False, lifespan="off")
-    web = server.UvicornServer(config)
+    web = UvicornServer(uvicorn.Config(application, log_level="error", access_log=False, lifespan="off"))
     task = asyncio.create_task(web.serve(sockets=[listener]))
     while not web.started and not task.done():
         await asyncio.sleep(0.005)
@@ -186,16 +186,16 @@ def served(engine: Engine, *, max_waiting: int = 64, **options: Any) -> Iterator
 
     thread = threading.Thread(target=lambda: asyncio.run(work()), daemon=True)
     thread.start()
-    assert ready.wait(20)
+    assert ready.wait(120)
     try:
         yield found["url"], found["service"]
     finally:
         stop.set()
-        thread.join(20)
+        thread.join(120)
         assert not thread.is_alive()
 
 
-async def until(true: Any, seconds: float = 10.0) -> None:
+async def until(true: Any, seconds: float = 60.0) -> None:
     """Wait until something holds."""
     async with asyncio.timeout(seconds):
         while not true():

@@ -101,12 +101,12 @@ def test_new_weights_over_http_by_path_and_as_tensors(tmp_path: Path) -> None:
 def test_a_proxy_is_used_except_for_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
         async with EngineService(tiny_engine()) as service, serving(service) as url:
-            monkeypatch.setenv("http_proxy", url)  # our server responds 404: the request went to the proxy
+            monkeypatch.setenv("http_proxy", url)  # our server responds 421: the request went to the proxy
             monkeypatch.setenv("no_proxy", "near.invalid")
             urls = "http://far.invalid", "http://near.invalid", url
             far, near, here = (HttpPolicy(each, retry=QUICK) for each in urls)
             asked = [1, 2, 3], Sampling(max_tokens=4, seed=1)
-            with pytest.raises(ServerError, match=r"far\.invalid/generate: 404"):
+            with pytest.raises(ServerError, match=r"far\.invalid/generate: 421"):
                 await far.complete_many(*asked)
             with pytest.raises(ServerUnreachable, match=r"near\.invalid/generate: no connection"):
                 await near.complete_many(*asked)

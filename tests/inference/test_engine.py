@@ -22,11 +22,14 @@ from pydantic import ValidationError
 from samplers import parrot
 
 from etude.errors import InputError
+from etude.harness.trace import Segment, SegmentBuilder
 from etude.inference.engine import Engine
 from etude.inference.request import SequenceState
 from etude.inference.sampling import Sampling
 from etude.inference.settings import EngineOptions
 from etude.model.cache import KVCache
+from etude.model.moe import Routing
+from etude.model.transformer import Transformer
 
 PROMPTS = prompts_of((3, 17, 40, 64, 1, 33))
 SITUATIONS = {
@@ -247,15 +250,66 @@ def test_with_recompute_or_invariant_a_session_uses_current_weights_only(options
     assert second.output == likeliest("llama", 1, tuple(second.prompt), 20)
 
 
+def replayed_gap(model: Transformer, segment: Segment, version: int) -> float:
+    """Return the largest difference to the log-probabilities of a forward that replays the recorded experts, over the
+    tokens of one version."""
+    assert segment.routing is not None
+    tokens = torch.from_numpy(segment.tokens.astype(np.int64))[None]
+    routing = torch.full((1, len(segment), *segment.routing.shape[1:]), -1)
+    routing[0, : len(segment.routing)] = torch.from_numpy(segment.routing.astype(np.int64))
+    with torch.no_grad():
+        hidden = model.hidden(tokens, routing=Routing(routing))
+        logprobs = model.logits(hidden).log_softmax(-1)[0, :-1].gather(1, tokens[0, 1:, None])[:, 0]
+    counted = segment.versions[1:] == version
+    assert counted.any()
+    return float(np.abs(logprobs.numpy() - segment.raw_logprobs[1:])[counted].max())
+
+
+def add_turn(builder: SegmentBuilder, sequence: SequenceState) -> None:
+    done = sequence.result()
+    builder.append_sampled(done.tokens, done.logprobs, done.raw_logprobs, done.versions)
+    builder.set_routing(done.routing)
+
+
 @pytest.mark.parametrize("family", EXPERTS)
-def test_experts_of_a_token_are_those_that_produced_what_followed_it(family: str) -> None:
+def test_replay_of_recomputed_experts_gives_the_log_probabilities_of_new_tokens(family: str) -> None:
     _, sequences = swapped(family, "recompute", 9)
-    for sequence in sequences:
-        seen = len(sequence.prompt) + sequence.versions.count(0) - 1  # tokens the old weights computed
+    running = [sequence for sequence in sequences if sequence.versions[-1] == 7]
+    assert any(sequence.versions[0] == 0 for sequence in running)
+    for sequence in running:
+        builder = SegmentBuilder("start", sequence.prompt)
+        add_turn(builder, sequence)
+        assert replayed_gap(weights_of(family, 1), builder.segment(), 7) < 1e-4
         routing = torch.from_numpy(sequence.result().routing).long()
-        tokens = sequence.prompt + sequence.output[:-1]
-        assert torch.equal(routing[:seen], plain_routing(weights_of(family, 0), tokens)[:seen])
-        assert torch.equal(routing[seen:], plain_routing(weights_of(family, 1), tokens)[seen:])
+        assert torch.equal(routing, plain_routing(weights_of(family, 1), sequence.prompt + sequence.output[:-1]))
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_replay_agrees_for_a_turn_after_a_swap_with_recompute(family: str) -> None:
+    engine = engine_of(family, 0, on_swap="recompute")
+    builder = SegmentBuilder("start", PROMPTS[2])
+    for version in (0, 1):
+        engine.load(weights_of(family, version).state_dict(), version)
+        (sequence,) = engine.submit(builder.tokens, replace(GREEDY, since=0))
+        finish(engine)
+        add_turn(builder, sequence)
+    segment = builder.segment()
+    assert {*segment.versions.tolist()} == {-1, 0, 1}
+    assert replayed_gap(weights_of(family, 1), segment, 1) < 1e-4
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_replay_agrees_for_a_sequence_preempted_after_a_swap_with_keep(family: str) -> None:
+    engine = engine_of(family, 0, on_swap="keep", prefix_caching=False)
+    (sequence,) = engine.submit(PROMPTS[2], GREEDY)
+    for _ in range(9):
+        engine.step()
+    engine.load(weights_of(family, 1).state_dict(), version=1)
+    engine.scheduler.preempt(sequence)
+    finish(engine)
+    builder = SegmentBuilder("start", sequence.prompt)
+    add_turn(builder, sequence)
+    assert replayed_gap(weights_of(family, 1), builder.segment(), 1) < 1e-4
 
 
 def test_weights_that_do_not_fit_change_nothing() -> None:
