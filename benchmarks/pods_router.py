@@ -5,7 +5,7 @@
 
 Prints one table. The same world (hosts, bursts of groups, forks, host deaths, late reports) is run against each placer;
 `benchmarks/router_simulation.py` describes what is simulated. Both baselines know which hosts are alive and how many
-pods each has, and count their own placements at once; they ignore images and pressure. The two bounds on hosts consider
+pods each has, and count their own placements at once; they ignore pressure and forks. The two bounds on hosts consider
 memory alone, largest hosts first, pods free to move: the cores and memory of start-up make every placer need more.
 """
 
@@ -47,7 +47,6 @@ def report(results: list[SimulationResult], scenario: Scenario, seconds: float) 
         ("  x volume bound", [f"{o.hosts_used / max(1, o.hosts_bound):.2f}" for o in results]),
         ("  x first-fit-decreasing", [f"{o.hosts_used / max(1, o.hosts_first_fit):.2f}" for o in results]),
         ("  fraction of their memory", [f"{o.utilisation:.1%}" for o in results]),
-        ("image already on the host", [f"{o.image_local:.1%}" for o in results]),
         ("forks on their parent's host", [f"{o.fork_local:.1%}" for o in results]),
         ("host-s over memory ceiling", [f"{o.memory_over_s:,.0f}" for o in results]),
         ("host-s over cpu ceiling", [f"{o.cpu_over_s:,.0f}" for o in results]),

@@ -1,8 +1,8 @@
 """Discrete-event simulation of a cluster, to evaluate routers: hosts, groups of pods, forks, host deaths, late reports.
 
 The world (`make_world`) is drawn once from a seed and run against any placer: the real PodRouter or the two baselines.
-Pods use more memory while they start than afterwards, groups of one image arrive in bursts, images must be pulled, and
-hosts die silently and are noticed late. Hosts accept every pod and kill none, so that a placer's mistakes show as time
+Pods use more memory while they start than afterwards, groups of one image arrive in bursts, every host has all images,
+and hosts die silently and are noticed late. Hosts accept every pod and kill none, so that mistakes show as time
 over the pressure ceilings instead of disappearing in a queue.
 """
 
@@ -10,7 +10,7 @@ import heapq
 import itertools
 import math
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -45,7 +45,6 @@ class Scenario:
     deaths: float = 0.01  # fraction of the hosts that die; as many join
     report_interval_s: float = 5.0
     max_report_delay_s: float = 1.0
-    image_cache: int = 60 * GIB  # bytes of images a host keeps
     seed: int = 0
 
 
@@ -77,7 +76,6 @@ class World:
     scenario: Scenario
     hosts: tuple[SimulatedHostSpec, ...]
     pods: tuple[SimulatedPodSpec, ...]
-    image_sizes: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +89,6 @@ class SimulationResult:
     hosts_bound: int  # lower bound for the same pods, by total memory
     hosts_first_fit: int  # hosts that first-fit-decreasing needs for them, with everything known
     utilisation: float  # fraction of memory used on the hosts in use, at the busiest moment
-    image_local: float  # fraction of pods, except forks, whose image was already on the host
     fork_local: float  # fraction of forks on their parent's host
     memory_over_s: float  # host-seconds over the memory ceiling
     cpu_over_s: float
@@ -183,7 +180,6 @@ def make_world(scenario: Scenario) -> World:
         hosts.append(SimulatedHostSpec(f"host-{i}", cores, gib * GIB, joins, dies))
     popularity = 1 / np.arange(1, scenario.images + 1) ** 0.8
     popularity /= popularity.sum()
-    sizes = tuple(int(size) for size in rng.lognormal(math.log(2e9), 0.6, scenario.images))
     typical = rng.lognormal(math.log(600 * MIB), 0.5, scenario.images)  # steady use depends mostly on the image
     peaks = rng.uniform(2.0, 4.0, scenario.images)
     pods: list[SimulatedPodSpec] = []
@@ -206,7 +202,7 @@ def make_world(scenario: Scenario) -> World:
                     forks=int(rng.integers(1, 5)) if rng.random() < scenario.fork_share else 0,
                 )
             )
-    return World(scenario, tuple(hosts), tuple(pods), sizes)
+    return World(scenario, tuple(hosts), tuple(pods))
 
 
 class _SimulatedPod:
@@ -223,14 +219,12 @@ class _SimulatedPod:
 @dataclass
 class _SimulatedHost:
     spec: SimulatedHostSpec
+    images: frozenset[str]
     alive: bool = True
     used: int = 0
-    reserved: int = 0  # for pods that wait for their image
+    reserved: int = 0  # for pods that wait for their snapshot
     starting: int = 0
     pods: dict[_SimulatedPod, None] = field(default_factory=dict)
-    images: "OrderedDict[int, int]" = field(default_factory=OrderedDict)
-    pulling: dict[int, float] = field(default_factory=dict)
-    image_names: frozenset[str] = frozenset()  # cached because every report has them
     accounted_until: float = 0.0
     memory_over_s: float = 0.0
     cpu_over_s: float = 0.0
@@ -261,7 +255,7 @@ class _SimulatedHost:
             pods=len(self.pods),
             max_pods=MAX_PODS,
             memory_free=max(0, available - THRESHOLDS.memory_reserve(spec.memory) - self.reserved),
-            images=self.image_names,
+            images=self.images,
             cores=spec.cores,
             starting=self.starting,
             time=now,
@@ -276,10 +270,11 @@ class Simulation:
         self.placer = placer(lambda: self.now)
         self.rng = np.random.default_rng(world.scenario.seed + 1)
         self.hosts: dict[str, _SimulatedHost] = {}
+        self.images = frozenset(f"image-{number}" for number in range(world.scenario.images))
         self.outstanding = 0
         self.waiting: deque[_SimulatedPod] = deque()
         self.place_s = 0.0  # seconds spent in `place`
-        self.placed = self.image_requests = self.images_local = self.forks = self.forks_local = 0
+        self.placed = self.forks = self.forks_local = 0
         self.lost = self.replaced = 0
         self.waits: list[float] = []
         self.ready: list[float] = []
@@ -316,7 +311,7 @@ class Simulation:
     # -- hosts
 
     def _join(self, spec: SimulatedHostSpec) -> None:
-        host = self.hosts[spec.name] = _SimulatedHost(spec, accounted_until=self.now)
+        host = self.hosts[spec.name] = _SimulatedHost(spec, self.images, accounted_until=self.now)
         if math.isfinite(spec.dies):
             self._at(spec.dies, lambda: self._die(host))
         first = 0.0 if self.now == 0 else float(self.rng.uniform(0, self.world.scenario.report_interval_s))
@@ -356,7 +351,6 @@ class Simulation:
             f"image-{spec.image}",
             spec.expected,
             parent_host=pod.parent_host,
-            image_size=self.world.image_sizes[spec.image],
         )
         start = time.perf_counter()
         try:
@@ -381,7 +375,7 @@ class Simulation:
         self._place(pod)
 
     def _begin(self, pod: _SimulatedPod, host: _SimulatedHost) -> None:
-        """Assign the pod to a host: pull what is missing, then start it."""
+        """Assign the pod to a host: transfer its snapshot if need be, then start it."""
         self.waits.append(self.now - pod.arrived)
         host.account(self.now)
         pod.host = host
@@ -392,29 +386,7 @@ class Simulation:
             self.forks += 1
             self.forks_local += pod.parent_host == host.spec.name
             delay = 0.0 if pod.parent_host == host.spec.name else TRANSFER_S
-        if pod.parent_host != host.spec.name:
-            self.image_requests += pod.parent_host is None
-            self.images_local += pod.parent_host is None and pod.spec.image in host.images
-            delay += self._pull(host, pod.spec.image)
         self._after(pod, delay, self._start)
-
-    def _pull(self, host: _SimulatedHost, image: int) -> float:
-        """Return the seconds until the image is there; pods of one image wait for the same pull."""
-        if image in host.images:
-            host.images.move_to_end(image)
-            return 0.0
-        if image not in host.pulling:
-            seconds = self.world.image_sizes[image] / POLICY.pull_rate * float(self.rng.uniform(0.7, 1.5))
-            host.pulling[image] = self.now + seconds
-            self._at(self.now + seconds, lambda: self._pulled(host, image))
-        return host.pulling[image] - self.now
-
-    def _pulled(self, host: _SimulatedHost, image: int) -> None:
-        del host.pulling[image]
-        host.images[image] = self.world.image_sizes[image]
-        while sum(host.images.values()) > self.world.scenario.image_cache and len(host.images) > 1:
-            host.images.popitem(last=False)
-        host.image_names = frozenset(f"image-{each}" for each in host.images)
 
     def _start(self, pod: _SimulatedPod) -> None:
         host = self._host(pod)
@@ -491,7 +463,6 @@ class Simulation:
             hosts_bound=volume_bound(sizes, usable),
             hosts_first_fit=first_fit_decreasing(sizes, usable),
             utilisation=sum(sizes) / max(1, memory),
-            image_local=self.images_local / max(1, self.image_requests),
             fork_local=self.forks_local / max(1, self.forks),
             memory_over_s=sum(host.memory_over_s for host in hosts),
             cpu_over_s=sum(host.cpu_over_s for host in hosts),

@@ -16,6 +16,7 @@ from etude.pods.runtime.backend import LocalPod, PodSpec, Storage
 from etude.pods.scheduling.router import HostReport
 
 TOKEN_VARIABLE = "ETUDE_PODS_TOKEN"
+TOKEN_FILE = "serve-token"  # in the state directory
 
 
 class HostGone(PodError):

@@ -5,7 +5,8 @@
     await pod.exec(["python3", "-I", "-S", "/run/scan.pyz"])
 
 Modules keep their names, so a pod runs the same import statements as the host. They may import only the standard
-library and each other; the packages around them are empty in the zip.
+library and each other; the packages around them are empty. `source_files` returns the same program as a directory of
+texts, which `python3 DIRECTORY` runs on any machine.
 """
 
 import hashlib
@@ -13,6 +14,7 @@ import importlib.util
 import io
 import marshal
 import zipfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -35,40 +37,45 @@ class Payload:
 
 
 @cache
-def pack(entry: str, *modules: str, bytecode: bool = True) -> Payload:
+def pack(entry: str, *modules: str) -> Payload:
     """Pack `entry` ("module:function"), which is called without arguments, and the modules that it needs.
 
     The name of a package stands for all its modules. Bytecode of the packing Python saves two thirds of the start time
-    in a pod with the same version; other versions compile the sources. Without it, the bytes are the same on every
-    host, as a file of a task must be.
+    in a pod with the same version; other versions compile the sources.
     """
-    module, _, function = entry.partition(":")
-    files = {"__main__.py": START.format(module=module, function=function).encode()}
-    for name in (module, *modules):
-        files |= _sources(name)
-    for path in [path for path in files if "/" in path]:
-        for end in (at for at, char in enumerate(path) if char == "/"):
-            files.setdefault(f"{path[:end]}/__init__.py", b"")
     out = io.BytesIO()
-    hasher = hashlib.sha256(importlib.util.MAGIC_NUMBER if bytecode else b"")
+    hasher = hashlib.sha256(importlib.util.MAGIC_NUMBER)
     with zipfile.ZipFile(out, "w") as archive:  # not compressed: a pod's Python may lack zlib
-        for path, source in sorted(files.items()):
+        for path, text in source_files(entry, *modules).items():
+            source = text.encode()
             hasher.update(b"%b %d\0%b" % (path.encode(), len(source), source))
-            entries = {path: source, f"{path}c": _compile(source, path)} if bytecode else {path: source}
-            for each, data in entries.items():
+            for each, data in ((path, source), (f"{path}c", _compile(source, path))):
                 archive.writestr(zipfile.ZipInfo(each), data)  # dated 1980: the same bytes at any time
     return Payload(out.getvalue(), hasher.hexdigest()[:16])
 
 
-def _sources(name: str) -> dict[str, bytes]:
+@cache
+def source_files(entry: str, *modules: str) -> Mapping[str, str]:
+    """Return the sources of a program by path, in path order: the same on every host, as files of a task must be."""
+    module, _, function = entry.partition(":")
+    files = {"__main__.py": START.format(module=module, function=function)}
+    for name in (module, *modules):
+        files |= _sources(name)
+    for path in [path for path in files if "/" in path]:
+        for end in (at for at, char in enumerate(path) if char == "/"):
+            files.setdefault(f"{path[:end]}/__init__.py", "")
+    return dict(sorted(files.items()))
+
+
+def _sources(name: str) -> dict[str, str]:
     """Return the source files of a module, or of all modules directly in a package, by their paths in the zip."""
     spec = importlib.util.find_spec(name)
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError(f"{name}: expected a module of which the source is installed")
     origin, path = Path(spec.origin), name.replace(".", "/")
     if spec.submodule_search_locations is None:
-        return {f"{path}.py": origin.read_bytes()}
-    return {f"{path}/{file.name}": file.read_bytes() for file in origin.parent.glob("*.py")}
+        return {f"{path}.py": origin.read_text(encoding="utf-8")}
+    return {f"{path}/{file.name}": file.read_text(encoding="utf-8") for file in origin.parent.glob("*.py")}
 
 
 def _compile(source: bytes, path: str) -> bytes:

@@ -262,7 +262,8 @@ class Pod(ABC):
         """Write a file, creating its parent directories."""
 
     @abstractmethod
-    async def list(self, path: str = ".") -> Listing: ...
+    async def list(self, path: str = ".") -> Listing:
+        """Return the files in a directory by name; more than 20,000 are an error."""
 
     @abstractmethod
     async def stat(self, path: str) -> FileInfo: ...
@@ -280,13 +281,16 @@ class Pod(ABC):
         """Create the symbolic link `path`, with its parent directories; an existing path is an error."""
 
     @abstractmethod
-    async def diff(self) -> Mapping[str, FileInfo | None]:
-        """Return what was added, changed or removed since the pod was created from its image or snapshot.
+    async def diff(self, paths: Sequence[str] = ("/",)) -> Mapping[str, FileInfo | None]:
+        """Return what was added, changed or removed at and below `paths` since the pod was created.
+
+        `paths` are absolute and contain no links. If a directory above one was removed or replaced, that is reported.
 
         A change is one of kind, mode, content or link target; owners and times do not count. Keys are absolute paths;
         the value is the file as it is now, or None if it was removed. A removed directory, and one replaced by
         something else, stands for everything below it; a new directory is listed with everything below it. Files that
-        programs write meanwhile may be missing. More than 100,000 changes, or 200 nested directories, are an error.
+        programs write meanwhile may be missing. More than 100,000 changes below `paths`, or 200 nested directories, are
+        an error.
         """
 
     @abstractmethod

@@ -92,7 +92,7 @@ async def touched_paths(pod: Pod, root: str, others: Sequence[str] = ()) -> dict
     """
     tops = {await _real_path(pod, top): top for top in (root, *others)}
     found: dict[str, FileInfo | None] = {}
-    for path, info in (await pod.diff()).items():
+    for path, info in (await pod.diff(tuple(tops))).items():
         for real, top in tops.items():
             if path == real or path.startswith(f"{real}/"):
                 found[f"{top}{path.removeprefix(real)}".removeprefix(f"{root}/")] = info

@@ -26,7 +26,7 @@ from etude.pods.host import Host
 from etude.pods.pod import Capabilities, Pod
 from etude.pods.runtime.probe import probe
 
-DEADLINE_S = 60.0  # for one check; none takes more than a few seconds
+DEADLINE_S = 180.0  # for one check; none takes more than a few seconds
 
 Check = Callable[["CheckContext"], Awaitable[None]]
 CHECKS: dict[str, Check] = {}
@@ -86,7 +86,7 @@ def raises(*kinds: type[BaseException]) -> Iterator[dict[str, BaseException]]:
         raise AssertionError(f"nothing was raised; expected {' or '.join(kind.__name__ for kind in kinds)}")
 
 
-async def eventually(condition: Callable[[], Awaitable[Any]], seconds: float = 10.0) -> Any:
+async def eventually(condition: Callable[[], Awaitable[Any]], seconds: float = 60.0) -> Any:
     """Wait until `condition` returns a true value and return it; fail after `seconds`."""
     deadline = time.monotonic() + seconds
     while not (found := await condition()):

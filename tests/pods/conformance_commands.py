@@ -3,7 +3,6 @@
 import asyncio
 import hashlib
 import os
-import time
 
 from etude.pods.pod import PodError, PodFileError
 from tests.pods.conformance import CheckContext, Skip, check, eventually, raises
@@ -103,19 +102,17 @@ async def stdin_is_passed_whole_and_then_closed(context: CheckContext) -> None:
 @check
 async def a_timeout_kills_the_whole_process_group_at_once(context: CheckContext) -> None:
     async with context.pod() as pod:
-        started = time.monotonic()
-        result = await pod.exec("echo before; echo $$ > pids; sleep 600 & echo $! >> pids; sleep 600", timeout=0.3)
-        took = time.monotonic() - started
+        result = await pod.exec("echo before; echo $$ > pids; sleep 600 & echo $! >> pids; sleep 600", timeout=1.0)
         assert result.timed_out
         assert not result.ok
         assert result.exit_code == 137
         assert result.stdout == "before\n"
-        assert took < 3, took
         look = "for pid in $(cat pids); do kill -0 $pid 2>&- && echo $pid; done; wc -l < pids"
-        survivors = await pod.exec(look)
-        while survivors.stdout != "2\n" and time.monotonic() - started < 3:  # killed, but not yet waited for
-            survivors = await pod.exec(look)
-        assert survivors.stdout == "2\n", survivors
+
+        async def all_killed() -> bool:  # they may not yet have been waited for
+            return (await pod.exec(look)).stdout == "2\n"
+
+        await eventually(all_killed)
         assert not (await pod.exec("sleep 0.05", timeout=30)).timed_out
         ignoring = await pod.exec("trap '' TERM INT HUP; while :; do sleep 0.1; done", timeout=0.2)
         assert ignoring.timed_out
@@ -164,10 +161,9 @@ async def bytes_that_are_not_utf8_are_returned_unchanged(context: CheckContext) 
 @check
 async def a_command_does_not_wait_for_its_background_processes(context: CheckContext) -> None:
     async with context.pod() as pod:
-        started = time.monotonic()
-        result = await pod.exec("(sleep 1; echo late > late; sleep 600) & echo now")
+        result = await pod.exec("(until [ -e go ]; do sleep 0.05; done; echo late > late; sleep 600) & echo now")
         assert result.stdout == "now\n"
-        assert time.monotonic() - started < 0.9
+        await pod.exec("touch go")
         noisy = await pod.exec("(while :; do echo noise; done) & echo $! > noise; sleep 0.05; exit 4")
         assert noisy.exit_code == 4
 
@@ -228,8 +224,8 @@ async def a_cancelled_command_is_killed(context: CheckContext) -> None:
 async def a_command_reports_its_resource_usage(context: CheckContext) -> None:
     async with context.pod() as pod:
         usage = (await pod.exec("i=0; while [ $i -lt 60000 ]; do i=$((i+1)); done; sleep 0.1")).usage
-        assert 0.1 <= usage.wall_s < 30
-        assert 0.005 < usage.user_s < 30
+        assert usage.wall_s >= 0.1
+        assert usage.user_s > 0.005
         assert 100_000 < usage.max_rss < 1 << 30
 
 

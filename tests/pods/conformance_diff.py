@@ -1,11 +1,12 @@
 """Conformance: the diff of a pod is that of a walk before and after, whatever was done in between."""
 
 import asyncio
+import errno
 import random
 import shlex
 from collections.abc import Mapping
 
-from etude.pods.pod import FileInfo, Pod, PodError
+from etude.pods.pod import FileInfo, Pod, PodError, PodFileError
 from etude.pods.runtime import diff
 from tests.pods.conformance import CheckContext, check, raises
 
@@ -113,6 +114,11 @@ async def a_diff_is_that_of_a_walk_before_and_after(context: CheckContext) -> No
                 expected = compare(before, await walk(pod, pod.workdir))
                 found = kinds(await pod.diff())
                 assert found == expected, (seed, step, script, found, expected)
+                top = f"{pod.workdir}/{random_path(chance)}"
+                above = {path for path in expected if top.startswith(f"{path}/") and expected[path] != "directory"}
+                part = {p: kind for p, kind in expected.items() if p in above or f"{p}/".startswith(f"{top}/")}
+                found = kinds(await pod.diff([top]))
+                assert found == part, (seed, step, script, top, found, part)
                 if step == 2:  # what was written before a snapshot counts as well
                     await context.host.remove_snapshot((await pod.snapshot("fs")).id)
         await context.host.remove_snapshot(base.id)
@@ -136,6 +142,33 @@ async def a_diff_covers_forks_and_the_whole_file_system(context: CheckContext) -
             found = kinds(await pod.diff())
             assert found.pop("/etc/hostname", None) is None
             assert found == {"/etc/new": "file"}
+
+
+@check
+async def a_directory_of_too_many_files_is_not_listed(context: CheckContext) -> None:
+    async with context.pod() as pod:
+        made = await pod.exec("mkdir many && cd many && seq 20000 | xargs touch", timeout=50)
+        assert made.ok, made
+        assert len(await pod.list("many")) == 20_000
+        await pod.write("many/one-more", "")
+        with raises(PodFileError) as caught:
+            await pod.list("many")
+        assert isinstance(caught["error"], PodFileError)
+        assert caught["error"].errno == errno.EFBIG
+        assert [info.name for info in await pod.list()] == ["many"]
+        await pod.remove("many")
+        assert await pod.list() == []
+
+
+@check
+async def a_diff_of_paths_neither_lists_nor_counts_the_rest(context: CheckContext) -> None:
+    async with context.pod() as pod:
+        beside = f"{pod.workdir.rpartition('/')[0]}/tmp/beside"
+        await pod.exec(f"mkdir {beside} && cd {beside} && seq {diff.MAX_CHANGES + 1} | xargs touch", timeout=50)
+        await pod.write("inside", "x")
+        assert kinds(await pod.diff([pod.workdir])) == {f"{pod.workdir}/inside": "file"}
+        assert kinds(await pod.diff([f"{pod.workdir}/in", f"{beside}/1"])) == {f"{beside}/1": "file"}
+        assert await pod.diff([f"{pod.workdir.rpartition('/')[0]}/home", "/usr/bin"]) == {}
 
 
 @check

@@ -1,6 +1,8 @@
 """Conformance: limits, time to live, events, closing, and no network by default."""
 
 import asyncio
+import sys
+from pathlib import Path
 
 from etude.errors import InputError
 from etude.pods.pod import Egress, Limits, PodError, PodGone, Unsupported
@@ -244,3 +246,36 @@ async def a_refused_pod_leaves_nothing_behind(context: CheckContext) -> None:
         return {path.name for path in (context.host.state / "pods").iterdir()} == before
 
     await eventually(clean)
+
+
+FLOOD = Path(__file__).with_name("flood_script.py")
+# What is taken; how much of it another pod, a new one and we must still get; what the attacker gets at least.
+FLOODS = {"inotify": (8, 16), "descriptors": (4, 20), "signals": (500, 1000), "terminals": (4, 100)}
+
+
+async def survive_a_flood(context: CheckContext, kind: str) -> None:
+    enough, attack = FLOODS[kind]
+    takes = ["python3", "-c", FLOOD.read_text(), kind]
+    # What pods of an ordinary user share, as `etude pods doctor` says.
+    shared = kind == "descriptors" and not context.can.users
+    async with context.pod() as pod, context.pod() as other:
+        taken = 0
+        for _ in range(4):
+            job = await pod.spawn([*takes, "60000", "hold"])
+            taken += int((await anext(job.output()))[1])
+        assert taken >= attack, f"{kind}: the attack took only {taken}"
+        assert shared or int((await other.exec([*takes, str(enough)])).stdout) == enough, kind
+        async with context.pod(egress=Egress.to("example.org")) as late:
+            assert (await late.exec("echo well")).stdout == "well\n"
+        alone = await asyncio.create_subprocess_exec(
+            sys.executable, str(FLOOD), kind, str(enough), stdout=asyncio.subprocess.PIPE
+        )
+        assert shared or int((await alone.communicate())[0]) == enough, kind
+
+
+@check
+async def what_the_kernel_counts_by_user_cannot_be_taken_from_others(context: CheckContext) -> None:
+    if not context.own_root:
+        raise Skip("pods without namespaces have no limits of their own on these")
+    for kind in FLOODS:
+        await survive_a_flood(context, kind)

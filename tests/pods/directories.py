@@ -95,7 +95,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-async def gone(pids: set[int], seconds: float = 10.0) -> bool:
+async def gone(pids: set[int], seconds: float = 60.0) -> bool:
     deadline = time.monotonic() + seconds
     while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
         await asyncio.sleep(0.01)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from etude.pods.host import Host
 
-SETTLE_S = 10.0  # namespaces and cgroups disappear a moment after their processes
+SETTLE_S = 60.0  # namespaces and cgroups disappear a moment after their processes
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ def take(host: Host) -> Inventory:
         groups=frozenset(groups),
         files=frozenset(below(host.state)),
         descriptors=len(os.listdir("/proc/self/fd")),
-        zygote_descriptors=tuple(sorted(links(f"/proc/{zygote}/fd"))),
+        # It keeps a user namespace for every range of ids that pods had at the same time.
+        zygote_descriptors=tuple(sorted(link for link in links(f"/proc/{zygote}/fd") if link != "user")),
         zygote_memory=own_memory(zygote),
     )
 

@@ -21,6 +21,7 @@ from etude.errors import BusyError
 from etude.files import take_lock
 from etude.pods.fleet import open_host
 from etude.pods.remote.client import RemoteHostClient
+from etude.pods.runtime.namespaces import ZYGOTE
 from etude.pods.runtime.probe import probe
 
 ROOT = Path(__file__).parent.parent.parent
@@ -49,7 +50,7 @@ def state_directory() -> Iterator[Path]:
     try:
         yield state
         asyncio.run(shut(state))
-        deadline = time.monotonic() + 3  # a zygote that was told to stop needs a moment
+        deadline = time.monotonic() + 60  # a zygote that was told to stop needs a moment
         while (left := left_behind(state)) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not left, left
@@ -67,7 +68,7 @@ def left_behind(state: Path) -> list[str]:
     """Return what is left of a state directory's pods: a zygote, control groups, mounts, pod directories."""
     found = []
     try:
-        os.close(take_lock(state / "keeper.lock", "the zygote"))
+        os.close(take_lock(state / f"{ZYGOTE}.lock", "the zygote"))
     except BusyError as error:
         found.append(str(error))
     name = f"etude-{hashlib.sha256(os.fsencode(state)).hexdigest()[:12]}"

@@ -72,7 +72,7 @@ def test_a_burst_on_one_stale_reading_is_not_all_admitted() -> None:
     admitted = sum(isinstance(host.admission.admit(request), Reservation) for _ in range(1000))
     assert admitted == 56
     assert host.reason(request) == (
-        "needs 1 GiB of memory, 0 bytes free after 4 GiB headroom and 56 GiB reserved for starting pods"
+        "needs 1 GiB of memory, 0 B free after 4 GiB headroom and 56 GiB reserved for starting pods"
     )
 
 

@@ -15,7 +15,8 @@ import pytest
 
 from etude.pods.fleet import open_host
 from etude.pods.pod import Pod, PodError
-from etude.pods.runtime import LocalPod
+from etude.pods.runtime.backend import LocalPod
+from etude.pods.runtime.namespaces import ZYGOTE
 from tests.pods import inventory
 from tests.pods.attacking import run_in_pod, well
 
@@ -43,7 +44,7 @@ def findings(state: Path) -> dict[str, str]:
             "abstract": f"etude-attack-{os.getpid()}",
             "secret": SECRET,
             "hidden": [str(hidden), directory, str(state), str(Path(__file__)), str(Path.home() / ".ssh")],
-            "sockets": [f"{directory}/docker.sock", f"{state}/keeper.sock"],
+            "sockets": [f"{directory}/docker.sock", f"{state}/{ZYGOTE}.sock"],
             "private_names": [str(state), directory],
         }
         try:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from etude.pods.pod import Limits, Pod, PodError
+from etude.pods.runtime.backend import LocalPod
 from tests.pods.attacking import run_in_pod, well
 
 MIB = 1 << 20
@@ -17,7 +18,7 @@ SMALL = Limits(memory=128 * MIB, pids=64)
 
 async def clear(pod: Pod) -> None:
     """Kill the pod's programs until it can run a command again."""
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 60
     while True:
         with contextlib.suppress(PodError):
             await pod.exec(["python3", "-c", "import os; os.kill(-1, 9)"], timeout=5)
@@ -25,6 +26,18 @@ async def clear(pod: Pod) -> None:
                 return
         assert time.monotonic() < deadline, "the pod did not come back"
         await asyncio.sleep(0.05)
+
+
+def test_a_pod_sees_neither_its_control_groups_nor_its_id(state: Path) -> None:
+    async def act(pod: Pod) -> None:
+        groups = (await pod.exec("cat /proc/self/cgroup")).stdout.splitlines()
+        assert groups
+        assert isinstance(pod, LocalPod)
+        assert not [line for line in groups if "etude" in line or pod.id in line], groups
+        limited = [line.split(":", 2)[2] for line in groups if line.split(":")[1] in ("", "memory", "pids")]
+        assert set(limited) == {"/"}, groups
+
+    run_in_pod(state, act, SMALL)
 
 
 def test_a_fork_bomb_is_contained(state: Path) -> None:

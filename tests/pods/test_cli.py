@@ -116,7 +116,7 @@ BAD = (
     (("exec", "ffff", "--", "true"), "no pods whose id begins with 'ffff'"),
     (("cp", "a", "b"), "must be POD:path"),
     (("close",), "give pod ids, or --all"),
-    (("serve",), "openssl"),
+    (("serve", "--token-file", os.devnull), "openssl"),
     (("serve", "--no-token", "--listen", "0.0.0.0:0"), "needs a token"),
     (("ps", "--host", "ftp://x"), "expected the address"),
     (("image", "add", "x"), "give one of"),
@@ -158,13 +158,12 @@ def test_a_terminal_gets_the_window_size_and_its_changes(state: Path) -> None:
         type_and_see(terminal, b"", b"# ")
         type_and_see(terminal, b"stty size\n", b"33 99")
         ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 44, 111, 0, 0))
-        time.sleep(0.3)
-        type_and_see(terminal, b"stty size\n", b"44 111")
-        type_and_see(terminal, b"sleep 60\n", b"sleep 60")
-        time.sleep(0.3)
+        resized = b"until [ \"$(stty size)\" = '44 111' ]; do sleep 0.05; done; echo re''sized\n"
+        type_and_see(terminal, resized, b"resized")
+        type_and_see(terminal, b"echo be''gun; sleep 600\n", b"begun")
         type_and_see(terminal, b"\x03", b"# ")  # goes to the command, not to the CLI
         os.write(terminal, b"exit 5\n")
-        deadline, status = time.monotonic() + 10, (0, 0)
+        deadline, status = time.monotonic() + 60, (0, 0)
         while status == (0, 0):
             drain(terminal)
             status = os.waitpid(child, os.WNOHANG)
@@ -174,9 +173,20 @@ def test_a_terminal_gets_the_window_size_and_its_changes(state: Path) -> None:
         os.close(terminal)
 
 
+def test_a_command_without_a_terminal_cannot_control_ours(state: Path) -> None:
+    child, terminal = pty.fork()
+    if child == 0:
+        os.execve(sys.executable, arguments("run", "--", "printf", r"\033[2Jseen\n"), environment_of(state))
+    try:
+        type_and_see(terminal, b"", "␛[2Jseen".encode())
+        os.waitpid(child, 0)
+    finally:
+        os.close(terminal)
+
+
 def type_and_see(terminal: int, keys: bytes, wanted: bytes) -> None:
     os.write(terminal, keys)
-    seen, deadline = b"", time.monotonic() + 15
+    seen, deadline = b"", time.monotonic() + 60
     while wanted not in seen:
         assert time.monotonic() < deadline, f"typed {keys!r}, saw {seen!r}, expected {wanted!r}"
         seen += drain(terminal)

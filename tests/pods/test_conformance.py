@@ -42,6 +42,9 @@ LENGTHY = {  # more than about a quarter of a second
     "a_wait_timeout_does_not_affect_the_job",
     "a_command_does_not_wait_for_its_background_processes",
     "a_diff_of_too_much_fails_and_does_not_stall_the_event_loop",
+    "a_directory_of_too_many_files_is_not_listed",
+    "what_the_kernel_counts_by_user_cannot_be_taken_from_others",
+    "a_diff_of_paths_neither_lists_nor_counts_the_rest",
 }
 
 

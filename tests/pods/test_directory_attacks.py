@@ -5,9 +5,11 @@ Attacks target only what the test itself created, and run only where Landlock is
 
 import asyncio
 import contextlib
+import ctypes
 import http.server
 import os
 import socket
+import struct
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -164,6 +166,70 @@ def test_host_processes_and_the_guest_init_can_be_neither_signalled_nor_traced(t
             assert set(" ".join(traces).split()) <= {"-1", "EACCES", "EPERM"}
             assert signals == "EPERM EPERM done"
             assert host.poll() is None
+        finally:
+            host.kill()
+            host.wait()
+
+    with_pod(tmp_path, kind, check)
+
+
+@contextlib.contextmanager
+def ipc_objects() -> Iterator[tuple[int, int, int, str]]:
+    """Create a message queue with a secret, a semaphore, a shared segment and a POSIX queue of our user."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    queue, semaphore, segment = libc.msgget(0, 0o1666), libc.semget(0, 1, 0o1666), libc.shmget(0, 4096, 0o1666)
+    name = f"/etude-test-{os.urandom(6).hex()}"
+    opened = libc.mq_open(name.encode(), os.O_CREAT | os.O_RDWR, 0o666, None)
+    try:
+        assert min(queue, semaphore, segment, opened) >= 0, os.strerror(ctypes.get_errno())
+        assert libc.msgsnd(queue, struct.pack("q8s", 1, b"hidden"), 8, 0) == 0
+        yield queue, semaphore, segment, name
+        # All still exist, with the message in the queue.
+        assert libc.msgrcv(queue, ctypes.create_string_buffer(16), 8, 0, 0o4000) == 8
+        assert libc.mq_unlink(name.encode()) == 0
+        removed = libc.msgctl(queue, 0, 0), libc.semctl(semaphore, 0, 0), libc.shmctl(segment, 0, 0)
+        assert removed == (0, 0, 0)
+    finally:
+        os.close(opened)
+        libc.mq_unlink(name.encode())
+        for remove, arguments in ((libc.msgctl, (queue,)), (libc.semctl, (semaphore, 0)), (libc.shmctl, (segment,))):
+            remove(*arguments, 0, 0)
+
+
+@pytest.mark.parametrize("kind", CONFINED)
+@needs_python
+def test_ipc_objects_and_the_scheduling_of_host_processes_are_out_of_reach(tmp_path: Path, kind: str) -> None:
+    async def check(pod: DirectoryPod, backend: DirectoryBackend) -> None:
+        host = subprocess.Popen(["sleep", "1000"])
+        try:
+            code = """
+                queue, semaphore, segment, host = map(int, (*sys.argv[1:4], sys.argv[5]))
+                libc = ctypes.CDLL(None, use_errno=True)
+                libc.shmat.restype = ctypes.c_long
+                def call(name, *arguments):
+                    if getattr(libc, name)(*arguments) == -1:
+                        raise OSError(ctypes.get_errno(), name)
+                buffer = ctypes.create_string_buffer(256)
+                buffer[0] = b"\\1"
+                operation = ctypes.create_string_buffer(b"\\0\\0\\1\\0\\0\\0", 6)
+                for name, *arguments in (
+                    ("msgrcv", queue, buffer, 8, 0, 0o4000), ("msgsnd", queue, buffer, 8, 0o4000),
+                    ("semop", semaphore, operation, 1), ("semtimedop", semaphore, operation, 1, None),
+                    ("shmat", segment, None, 0), ("msgctl", queue, 2, buffer), ("msgctl", queue, 0, None),
+                    ("semctl", semaphore, 0, 0, None), ("shmctl", segment, 0, None),
+                    ("mq_open", sys.argv[4].encode(), 0), ("mq_unlink", sys.argv[4].encode()),
+                ):
+                    print(attempt(call, name, *arguments))
+                print(attempt(os.sched_setaffinity, host, os.sched_getaffinity(0)))
+                print(attempt(os.sched_setscheduler, host, os.SCHED_IDLE, os.sched_param(0)))
+                print(attempt(os.sched_setparam, host, os.sched_param(0)))
+                os.sched_setaffinity(0, os.sched_getaffinity(0))
+                os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+            """
+            with ipc_objects() as objects:
+                shown = (await attack(pod, code, *objects, host.pid)).split()
+            assert set(shown) <= {"EPERM", "EACCES", "ESRCH"}, shown
+            assert os.sched_getscheduler(host.pid) == os.SCHED_OTHER
         finally:
             host.kill()
             host.wait()

@@ -10,16 +10,13 @@ from pathlib import Path
 import pytest
 
 from etude.harness.toolserver import client
-from etude.pods.payload import Payload, pack
-from etude.tasks.generators.executor import POD_MODULES
+from etude.pods.payload import Payload, pack, source_files
+from etude.tasks.checks import PROGRAM as VERIFIER
 
-CHECKS = f"{POD_MODULES[0]}.checks:main"
 PAYLOADS = {
     "tool server": client.program(),
-    "runner": pack("etude.tasks.runner.inside:main", "etude.tasks.runner.guard", bytecode=False),
-    "checks": pack(CHECKS, *POD_MODULES, bytecode=False),
+    "verifier": pack(*VERIFIER),
     "leak scan": pack("etude.tasks.leak_scan:main"),
-    "evaluate": pack("etude.tasks.importers.evaluate_inside:main", bytecode=False),
 }
 
 
@@ -45,9 +42,10 @@ def test_the_bytes_are_the_same_from_the_same_sources() -> None:
     pack.cache_clear()
     assert client.program() == first
     assert len(first.data) < 500_000
-    sources = pack(CHECKS, *POD_MODULES, bytecode=False)
-    assert not [name for name in zipfile.ZipFile(io.BytesIO(sources.data)).namelist() if name.endswith(".pyc")]
-    assert sources.digest != pack(CHECKS, *POD_MODULES).digest
+    sources = source_files(*VERIFIER)
+    assert [path for path in sources if not path.endswith(".py")] == []
+    packed = zipfile.ZipFile(io.BytesIO(pack(*VERIFIER).data))
+    assert {name: packed.read(name).decode() for name in packed.namelist() if name.endswith(".py")} == sources
 
 
 PROGRAM = """import sys

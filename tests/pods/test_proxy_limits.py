@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import random
 import socket
-import time
 
 import pytest
 
@@ -60,12 +59,10 @@ async def test_a_slow_head_or_an_idle_connection_times_out() -> None:
     rules = ["example.org:9", "example.org"]
     async with running_server(echo) as server, running_proxy(rules, server=server, limits=limits) as running:
         drip = [bytes([byte]) for byte in get("http://example.org/", "X: " + "a" * 60)]
-        started = time.monotonic()
         assert (await exchange(running.ports[0], *drip)).startswith(b"HTTP/1.1 408 ")
         assert await exchange(running.ports[0]) == b""
         assert await exchange(running.ports[0], connect("example.org:443") + b"\x16\x03") == ESTABLISHED
         assert await exchange(running.ports[0], connect("example.org:9") + b"\0") == ESTABLISHED + b"\0"
-        assert time.monotonic() - started < 3
         reasons = [record.get("reason") or record["error"] for record in await running.wait_for_records(3)]
         assert reasons == ["nothing came for too long", "no ClientHello in 0.2 s", "nothing came for too long"]
 

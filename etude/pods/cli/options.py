@@ -12,13 +12,13 @@ from typing import Annotated, Any, Literal, TypeVar
 import typer
 import typer.core
 from pydantic_core import to_jsonable_python
-from rich.console import Console
 from rich.table import Table
 
 from etude.errors import InputError, Interrupted
 from etude.pods.fleet import default_state, open_host
 from etude.pods.host import Host
 from etude.pods.host_client import TOKEN_VARIABLE, HostClient, LocalHostClient
+from etude.system.terminal import Console, say
 
 T = TypeVar("T")
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
@@ -57,7 +57,7 @@ def show(found: object, as_json: bool, text: object) -> None:
     if as_json:
         print(json.dumps(to_jsonable_python(found)))
     else:
-        Console().print(text) if isinstance(text, Table) else print(text)
+        Console().print(text) if isinstance(text, Table) else say(str(text))
 
 
 def parse_pairs(texts: list[str] | None, option: str) -> dict[str, str]:

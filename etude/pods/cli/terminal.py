@@ -1,6 +1,7 @@
 """Run a job in a pod on this process's own streams or terminal until it ends."""
 
 import asyncio
+import codecs
 import contextlib
 import os
 import select
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from etude.pods.pod import Command, ExecResult, Job, Pod, PodError
+from etude.system.terminal import escape_control
 
 # bash if the image has it, else sh.
 SHELL: Command = ["/bin/sh", "-c", "command -v bash >/dev/null && exec bash; exec sh"]
@@ -29,8 +31,12 @@ async def forward(job: Job, *, stdin: bool, terminal: bool) -> ExecResult:
     if stdin:
         forward_stdin(job, asyncio.get_running_loop())
     with raw_terminal(job) if terminal else contextlib.nullcontext():
+        decoders = {name: codecs.getincrementaldecoder("utf-8")("replace") for name in ("stdout", "stderr")}
         async for stream, data in job.output():
-            await asyncio.to_thread(write_all, 1 if stream == "stdout" else 2, data)
+            descriptor = 1 if stream == "stdout" else 2
+            if not terminal and os.isatty(descriptor):  # a command without -t has no business with our terminal
+                data = escape_control(decoders[stream].decode(data)).encode()
+            await asyncio.to_thread(write_all, descriptor, data)
         return await job.wait()
 
 

@@ -3,6 +3,7 @@
 import re
 
 from etude.errors import InputError
+from etude.system.units import format_bytes
 
 _SIZES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -26,13 +27,8 @@ def parse_seconds(text: str, option: str) -> float:
 
 
 def show_size(count: float | None) -> str:
-    """Format a number of bytes: 512 MiB, 1.5 GiB."""
-    if count is None:
-        return "-"
-    for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if abs(count) >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count:.0f} B"
+    """Format a number of bytes, or - for None."""
+    return "-" if count is None else format_bytes(count)
 
 
 def show_seconds(count: float | None) -> str:

@@ -2,8 +2,3 @@
 
 `protocol` has the frames, `client.GuestClient` sends them over a link, and `guest_pod.GuestPod` is a pod built on one.
 """
-
-from etude.pods.guest.client import GuestClient, Link, SocketLink
-from etude.pods.guest.guest_pod import GuestPod
-
-__all__ = ["GuestClient", "GuestPod", "Link", "SocketLink"]

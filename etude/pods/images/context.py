@@ -25,6 +25,8 @@ _ARCHIVES = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ\0", b"\x28\xb5\x2f\xfd")
 
 # -- .dockerignore
 
+MAX_RULES = 1000  # each is compared with every path of the context
+
 
 @dataclass(frozen=True, slots=True)
 class DockerIgnore:
@@ -53,6 +55,8 @@ class DockerIgnore:
             if pattern not in (".", ""):
                 anywhere = re.sub(r"(^|/)\*\*(?=[^/*])", r"\1**/*", pattern)  # "**.log" stands for "**/*.log"
                 rules.append(GitignorePattern(f"{negation}/{anywhere}"))
+        if len(rules) > MAX_RULES:
+            raise InputError(f".dockerignore has {len(rules):,} rules; at most {MAX_RULES:,} are allowed")
         return cls(tuple(rules))
 
     def ignores(self, path: str) -> bool:

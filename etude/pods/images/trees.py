@@ -9,6 +9,7 @@ import ctypes
 import errno
 import functools
 import hashlib
+import itertools
 import os
 import stat
 import struct
@@ -185,8 +186,8 @@ def _open_inside(parent: int, name: str) -> int:
 
 
 @contextmanager
-def readable_directory(directory: str) -> Iterator[list[str]]:
-    """Yield the names in a directory, sorted as bytes; inside the block its entries are accessible despite its mode.
+def readable_directory(directory: str, limit: int | None = None) -> Iterator[list[str]]:
+    """Yield the names in a directory, the first `limit`, sorted; inside the block its entries are accessible.
 
     Layers of an unprivileged user contain files and directories whose mode forbids reading (root's, in the image). The
     user owns them, so the mode is widened while needed. Root does not need this.
@@ -197,7 +198,9 @@ def readable_directory(directory: str) -> Iterator[list[str]]:
     if widen:
         os.chmod(directory, mode | 0o700)
     try:
-        yield sorted(os.listdir(directory), key=os.fsencode)
+        with os.scandir(directory) as entries:
+            names = [entry.name for entry in itertools.islice(entries, limit)]
+        yield sorted(names, key=os.fsencode)
     finally:
         if widen:
             os.chmod(directory, mode)

@@ -220,7 +220,7 @@ class RemoteHostClient(HostClient):
     async def import_(self, file: Path) -> str:
         if not file.is_file():
             raise InputError(f"{file}: there is no such file")
-        headers = {"content-length": str(file.stat().st_size)}
+        headers = {"content-length": str(file.stat().st_size), "content-type": "application/octet-stream"}
         content = _read_chunks(file)
         body = await self.request("PUT", "/images", retry=False, wait=LONG_S, content=content, headers=headers)
         return parse(dict[str, str], body, self.url)["id"]
@@ -393,8 +393,8 @@ class RemotePod(GuestPod):
             raise self.end_error
         return await self.client.request(method, f"/pods/{self.id}/{verb}".rstrip("/"), **options)
 
-    async def diff(self) -> Mapping[str, FileInfo | None]:
-        return messages.changes_from_json(await self._request("GET", "diff", wait=LONG_S))
+    async def diff(self, paths: Sequence[str] = ("/",)) -> Mapping[str, FileInfo | None]:
+        return messages.changes_from_json(await self._request("GET", "diff", wait=LONG_S, params={"path": list(paths)}))
 
     async def snapshot(self, kind: SnapshotKind | None = None) -> Snapshot:
         body = await self._request("POST", "snapshot", retry=False, wait=LONG_S, json={"kind": kind})

@@ -7,36 +7,30 @@ lease through the tunnel; pods that ended are reaped here. All input is checked 
 
 import asyncio
 import contextlib
-import hmac
-import ipaddress
 import logging
-import os
-import signal
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, HTTPConnection, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route, WebSocketRoute
-from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from etude.errors import EtudeError, InputError
 from etude.pods.guest.client import SocketLink
 from etude.pods.host import Host
-from etude.pods.host_client import TOKEN_VARIABLE, HostGone, LocalHostClient, describe
+from etude.pods.host_client import HostGone, LocalHostClient, describe
 from etude.pods.pod import PodError, PodGone
 from etude.pods.remote import messages
 from etude.pods.runtime.backend import LocalPod, PodSpec
-from etude.system.http import cancel_on_disconnect
+from etude.system.http import RequestGuard, cancel_on_disconnect, serving
 
 MAX_JSON = 1 << 20
 MAX_UPLOAD = 64 << 30  # bytes of a snapshot or an image; the disk is usually full before
@@ -45,22 +39,6 @@ TUNNEL_BUFFER = 1 << 20  # bytes buffered for a slow client before reading from 
 RESTART_S = 10.0  # how long a pod may be without a guest init while a snapshot is taken
 
 logger = logging.getLogger(__name__)
-
-
-class TokenAuth:
-    """Middleware that answers 401 to requests without the token."""
-
-    def __init__(self, app: ASGIApp, token: str) -> None:
-        self.app, self.token = app, token.encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] in ("http", "websocket") and self.token:
-            scheme, _, given = HTTPConnection(scope).headers.get("authorization", "").partition(" ")
-            if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), self.token):
-                error = "the token is missing or wrong; send the host's token as `Authorization: Bearer TOKEN`"
-                await JSONResponse({"error": error, "kind": "InputError"}, 401)(scope, receive, send)
-                return
-        await self.app(scope, receive, send)
 
 
 class HostService:
@@ -113,7 +91,7 @@ class HostService:
         return {"ran_out": (await self._find(request)).memory_ran_out()}
 
     async def diff(self, request: Request) -> Any:
-        changes = await (await self._find(request)).diff()
+        changes = await (await self._find(request)).diff(request.query_params.getlist("path") or ["/"])
         return Response(messages.changes_to_json(changes), media_type="application/json")
 
     async def snapshot(self, request: Request) -> Any:
@@ -264,7 +242,7 @@ async def reap_forever(host: Host) -> None:
 async def error_response(_: Request, error: Exception) -> Response:
     """Return an error as JSON, so that the client can raise the same class."""
     if isinstance(error, HTTPException):
-        return JSONResponse({"error": f"{error.detail}", "kind": "InputError"}, error.status_code)
+        return refuse(error.status_code, f"{error.detail}")
     if isinstance(error, ClientDisconnect):
         return Response(status_code=499)  # not sent: the client has gone
     known = error if isinstance(error, EtudeError) else PodError(f"{type(error).__name__}: {error}")
@@ -272,7 +250,11 @@ async def error_response(_: Request, error: Exception) -> Response:
     return JSONResponse(body, status)
 
 
-def app(host: Host, token: str, *, max_upload: int = MAX_UPLOAD) -> Starlette:
+def refuse(status: int, message: str) -> Response:
+    return JSONResponse({"error": message, "kind": "InputError"}, status)
+
+
+def app(host: Host, token: str, *, hosts: Sequence[str] = (), max_upload: int = MAX_UPLOAD) -> Starlette:
     """Return the application that serves an open host; an empty token disables authentication."""
     service = HostService(host, max_upload)
     client = service.client
@@ -309,47 +291,10 @@ def app(host: Host, token: str, *, max_upload: int = MAX_UPLOAD) -> Starlette:
             route("/snapshots/{id}/persist", POST=lambda request: client.persist(request.path_params["id"])),
             route("/snapshots/{id:path}", GET=service.export, DELETE=service.remove_snapshot),
         ],
-        middleware=[Middleware(TokenAuth, token=token)],
+        middleware=[Middleware(RequestGuard, refuse=refuse, token=token, hosts=hosts)],
         exception_handlers=dict.fromkeys((HTTPException, EtudeError, ClientDisconnect, Exception), error_response),
         lifespan=lifespan,
     )
-
-
-class PodHostServer(uvicorn.Server):
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leave signals to `run`: uvicorn would raise them again before the host is closed."""
-        yield
-
-
-def is_loopback(address: str) -> bool:
-    """Whether `HOST:PORT` can be reached from this machine only."""
-    name = address.rpartition(":")[0].strip("[]")
-    try:
-        return name == "localhost" or ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False
-
-
-def read_token(listen: str, file: Path | None, no_token: bool) -> str:
-    """Return the token from a file or the environment; empty only with `no_token` on a loopback address."""
-    try:
-        token = (file.read_text() if file else os.environ.get(TOKEN_VARIABLE, "")).strip()
-    except (OSError, UnicodeError) as error:
-        raise InputError(f"--token-file {file}: {error}") from None
-    if no_token:
-        if token:
-            raise InputError(f"--no-token, but there is one in {file or f'${TOKEN_VARIABLE}'}; leave out one of them")
-        if not is_loopback(listen):
-            raise InputError(f"--no-token: {listen} can be reached from outside, which needs a token")
-        return ""
-    if len(token) < 16 or not token.isascii():
-        problem = "is too short or not ASCII" if token else "is missing"
-        raise InputError(
-            f"the token {problem}: give at least 16 characters in ${TOKEN_VARIABLE} or --token-file "
-            "(`openssl rand -hex 24` makes some), or --no-token on a loopback address"
-        )
-    return token
 
 
 def parse_warm(text: str) -> tuple[str, int]:
@@ -360,61 +305,33 @@ def parse_warm(text: str) -> tuple[str, int]:
     return image, int(count)
 
 
-def bind(address: str) -> socket.socket:
-    """Return a socket that listens on `HOST:PORT`; port 0 takes any free port."""
-    name, _, port = address.rpartition(":")
-    if not name or not port.isdigit() or int(port) > 65535:
-        raise InputError(f"--listen {address}: expected HOST:PORT, such as 127.0.0.1:7741")
-    name = name.strip("[]")
-    try:
-        family = socket.getaddrinfo(name, int(port), type=socket.SOCK_STREAM)[0][0]
-        listener = socket.create_server((name, int(port)), family=family, backlog=1024)
-    except OSError as error:
-        raise InputError(f"--listen {address}: {error.strerror or error}; use another address or port") from None
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # inherited; without it a small response takes 40 ms
-    return listener
-
-
 async def run(
     host: Host,
     token: str,
     listener: socket.socket,
     *,
-    certificate: Path | None = None,
-    key: Path | None = None,
+    hosts: Sequence[str] = (),
+    tls: tuple[Path, Path] | None = None,
     close: bool = False,
     ready: Callable[[], None] = lambda: None,
 ) -> None:
     """Serve an open host until SIGTERM or SIGINT: then new pods are refused, connections end, and the pods run on.
 
-    With `close` every pod of this host is closed instead. `ready` is called when requests are being served.
+    `tls` is a certificate and its key. With `close` every pod of this host is closed instead. `ready` is called when
+    requests are being served.
     """
-    config = uvicorn.Config(
-        app(host, token),
-        log_level="warning",
-        access_log=False,
-        lifespan="on",
-        ssl_certfile=certificate,
-        ssl_keyfile=key,
-        ws_max_size=4 << 20,  # frames are at most half of this
-        ws_per_message_deflate=False,  # costs more than it saves between machines of one network
-        ws_ping_timeout=60.0,  # a client may be busy computing for a while
-        timeout_graceful_shutdown=5,
-    )
-    server = PodHostServer(config)
-
-    def stop() -> None:
-        host.draining = server.should_exit = True
-
-    loop = asyncio.get_running_loop()
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signum, stop)
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    while not server.started and not serving.done():
-        await asyncio.sleep(0.01)
-    if server.started:
+    options = {
+        "lifespan": "on",
+        **({"ssl_certfile": tls[0], "ssl_keyfile": tls[1]} if tls else {}),
+        "ws_max_size": 4 << 20,  # frames are at most half of this
+        "ws_per_message_deflate": False,  # costs more than it saves between machines of one network
+        "ws_ping_timeout": 60.0,  # a client may be busy computing for a while
+        "timeout_graceful_shutdown": 5,
+    }
+    async with serving(app(host, token, hosts=hosts), listener, **options) as stopped:
         ready()
-    await serving
+        await stopped.wait()
+        host.draining = True
     if close:
         own = [pod for pod in host.pods.values() if pod.id not in host.foreign_pods]
         await asyncio.gather(*(pod.close() for pod in own), return_exceptions=True)

@@ -208,7 +208,8 @@ class LocalPod(GuestPod):
 
     async def stats(self) -> Mapping[str, float]:
         await self.ready()
-        return await asyncio.to_thread(self.group.usage)
+        usage = await asyncio.to_thread(self.group.usage)
+        return usage if "pids" in usage else {**usage, "pids": await self.processes() + 1.0}
 
 
 class Backend(ABC):

@@ -26,14 +26,19 @@ _KINDS: dict[int, _Kind] = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", sta
 
 
 def diff_layers(
-    written: Sequence[LayerDir], base: Sequence[LayerDir], *, root: str = "", complete: bool = False
+    written: Sequence[LayerDir],
+    base: Sequence[LayerDir],
+    paths: Sequence[str] = ("/",),
+    *,
+    root: str = "",
+    complete: bool = False,
 ) -> Changes:
-    """Return the changes of `written` over `base`, both highest first, by path; `root` is put before every path.
+    """Return the changes of `written` over `base`, both highest first, at and below `paths`; `root` is their own path.
 
     The first of `written` may be in use. With `complete` it is a whole tree instead of an overlay's upper directory:
     a name that it lacks was removed.
     """
-    walk = _Walk()
+    walk = _Walk(paths)
     try:
         walk.directory(root, tuple(written), tuple(base), complete, 0)
     except OSError as error:
@@ -41,12 +46,25 @@ def diff_layers(
     return walk.changes
 
 
+def is_below(path: str, top: str) -> bool:
+    """Return whether a path is `top` or below it."""
+    return path == top or path.startswith(f"{top.rstrip('/')}/")
+
+
 class _Walk:
     """One comparison: the changes found and the number of names visited so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, paths: Sequence[str]) -> None:
+        self.paths = paths
         self.changes: Changes = {}
         self.visited = 0
+
+    def is_wanted(self, path: str) -> bool:
+        return any(is_below(path, top) for top in self.paths)
+
+    def names_towards(self, path: str) -> set[str]:
+        """Return the names in a directory that lead to the wanted paths."""
+        return {top[len(path) + 1 :].split("/")[0] for top in self.paths if top.startswith(f"{path}/")}
 
     def add(self, path: str, info: FileInfo | None) -> None:
         self.changes[path] = info
@@ -64,12 +82,13 @@ class _Walk:
             pinned = os.open(written[0].path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             stack.callback(os.close, pinned)
             written = (LayerDir(f"/proc/self/fd/{pinned}"), *written[1:])
-            names: set[str] = set()
-            for layer_dir in written:
-                names.update(stack.enter_context(readable_directory(layer_dir.path)))
-            for layer_dir in base:
-                below = stack.enter_context(readable_directory(layer_dir.path))
-                names.update(below if complete else ())
+            wanted = self.is_wanted(path or "/")
+            names = set() if wanted else self.names_towards(path)
+            for number, layer_dir in enumerate((*written, *base)):
+                limit = MAX_CHANGES + 1 if wanted and (complete or number < len(written)) else 0
+                names.update(stack.enter_context(readable_directory(layer_dir.path, limit)))
+            if len(names) > MAX_CHANGES:  # of one directory, before it is sorted
+                raise DiffTooLarge(f"more than {MAX_CHANGES:,} files are in {path[:200]}, the limit of a diff")
             self.visited += len(names)
             if self.visited > MAX_VISITED:
                 raise DiffTooLarge(f"the pod has more than {MAX_VISITED:,} files to compare, the limit of a diff")
@@ -79,10 +98,10 @@ class _Walk:
 
     def name(self, path: str, found: StackEntry, before: StackEntry, complete: bool, depth: int) -> None:
         if not found.exists:
-            if before.exists:
+            if before.exists and (complete or found.whiteout):  # else it was not written to
                 self.add(path, None)
             return
-        if not same(found, before):
+        if not same(found, before) and (self.is_wanted(path) or not found.is_directory):
             self.add(path, describe(path, found))
         if found.is_directory:
             base = before.dirs if before.is_directory else ()

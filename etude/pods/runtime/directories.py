@@ -18,11 +18,12 @@ import stat
 import tempfile
 import time
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from etude.pods.guest import protocol
 from etude.pods.images import layers, trees
+from etude.pods.images.host_image import certificate_variables
 from etude.pods.images.layers import LayerDir
 from etude.pods.images.records import SYSTEM_BINDS, Image, Layer
 from etude.pods.images.store import Store
@@ -30,7 +31,7 @@ from etude.pods.network.policy import EgressPolicy
 from etude.pods.pod import Capabilities, FileInfo, PodError, SnapshotKind, Unsupported
 from etude.pods.runtime import capabilities, landlock, seccomp, zygote_protocol
 from etude.pods.runtime.backend import Backend, LocalPod, PodSpec
-from etude.pods.runtime.diff import diff_layers
+from etude.pods.runtime.diff import diff_layers, is_below
 
 SUBDIRECTORIES = ("work", "home", "tmp")
 SNAPSHOT_ROOT = "directory-pod"  # the only entry in the root of our layers: a pod's programs cannot add another
@@ -128,6 +129,11 @@ class DirectoryBackend(Backend):
             pass
         self.recent_user_ids.add(user)
         return user
+
+    async def close(self) -> None:
+        await super().close()
+        with contextlib.suppress(OSError):  # other services have pods
+            self.user_pods.rmdir()
 
     async def shutdown(self) -> None:
         await super().shutdown()
@@ -236,7 +242,8 @@ class DirectoryPod(LocalPod):
         home, scratch = str(self.fs / "home"), str(self.fs / "tmp")
         own = {"HOME": home, "TMPDIR": scratch, "USER": "pod", "LOGNAME": "pod"}
         policy = EgressPolicy.from_egress(spec.egress)
-        environment = {"PATH": PATH, "LANG": "C.UTF-8", **spec.image.env, **own, **policy.environment()}
+        certificates = certificate_variables(spec.image) if policy.rules else {}
+        environment = {"PATH": PATH, "LANG": "C.UTF-8", **certificates, **spec.image.env, **own, **policy.environment()}
         if backend.confined:  # /etc/gitconfig may hold credentials, and git treats a denied read as a fatal error
             environment["GIT_CONFIG_NOSYSTEM"] = "1"
         if policy.rules:  # loopback is the machine's: a rule for 127.0.0.1 goes through the proxy as well
@@ -274,16 +281,18 @@ class DirectoryPod(LocalPod):
 
     # ------------------------------------------------------------------------------------------- snapshots, end
 
-    async def diff(self) -> Mapping[str, FileInfo | None]:
+    async def diff(self, paths: Sequence[str] = ("/",)) -> Mapping[str, FileInfo | None]:
         await self.ready()
         saved = snapshot_layer(self.backend.store, self.spec.image.with_(layers=self.spec.base_layers))
         base = [LayerDir(str(self.backend.store.layer_path(saved) / SNAPSHOT_ROOT))] if saved else []
         written, root = [LayerDir(str(self.fs))], str(self.fs)
-        changes = await asyncio.to_thread(diff_layers, written, base, root=root, complete=True)
+        changes = await asyncio.to_thread(diff_layers, written, base, paths, root=root, complete=True)
         for path in () if saved else (f"{root}/{name}" for name in SUBDIRECTORIES):  # created with the pod
-            info = changes.setdefault(path, None)
+            info = changes.get(path)
             if info and (info.kind, info.mode) == ("directory", 0o755):
                 del changes[path]
+            elif path not in changes and not os.path.lexists(path) and any(is_below(path, each) for each in paths):
+                changes[path] = None
         return changes
 
     async def take_layers(self, kind: SnapshotKind) -> tuple[Layer, ...]:

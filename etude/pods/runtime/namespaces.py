@@ -1,30 +1,38 @@
 """The default backend: Linux namespaces and overlayfs, without a daemon, a container engine or a third-party binary.
 
 A pod is a process forked by the zygote into its own namespaces, with an overlay of immutable layers as its root. As
-root, the pod's users are a range of otherwise unused host ids, and image layers are id-mapped; as an ordinary user the
-pod has one user, its root, which is that user outside. The kernel is shared with the host: docs/pods.md describes the
-strength of this boundary.
+root, the pod's users are a range of otherwise unused host ids that no other pod has, because the kernel counts some
+resources by user, and all files are id-mapped; as an ordinary user the pod has one user, its root, which is that user
+outside. The kernel is shared with the host: docs/pods.md describes the strength of this boundary.
 """
 
 import asyncio
 import contextlib
+import hashlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 from etude.pods.guest import protocol
+from etude.pods.images.host_image import certificate_variables
 from etude.pods.images.layers import LayerDir
 from etude.pods.images.records import Layer
 from etude.pods.images.store import Store
 from etude.pods.network.policy import EgressPolicy
-from etude.pods.pod import Capabilities, FileInfo, PodError, SnapshotKind, Unsupported
+from etude.pods.pod import Capabilities, FileInfo, SnapshotKind, Unsupported
 from etude.pods.runtime import capabilities, seccomp, zygote_protocol
 from etude.pods.runtime.backend import Backend, LocalPod, PodSpec
 from etude.pods.runtime.diff import diff_layers
 
-FIRST_ID = 2_000_000_000  # first host id of pods as root: above every range that systemd and /etc/subuid hand out
+# Host ids of pods as root: above every range that systemd and /etc/subuid hand out, and those of `directories`.
+SHARED_FIRST_ID = 2_000_000_000  # of all pods, where a tmpfs cannot be id-mapped
+FIRST_ID = 2_200_000_000
 IDS = 65_536
+ZYGOTE = f"zygote-{zygote_protocol.VERSION}"
+POD_RANGES = 2048  # of one state directory
+TMPFS_MAPPED_SINCE = (6, 3)  # Linux
 
 
 class NamespaceBackend(Backend):
@@ -34,19 +42,25 @@ class NamespaceBackend(Backend):
     mode = "namespaces"
 
     def __init__(self, state: Path, store: Store, helper: Path) -> None:
-        # The name does not change, so that versions that share a state directory share one zygote.
-        super().__init__(state, store, helper, str(state), "keeper")
+        super().__init__(state, store, helper, str(state), ZYGOTE)
         self.root = os.geteuid() == 0
-        self.first_id = FIRST_ID if self.root else 0
+        self.own_ids = self.root and kernel_version() >= TMPFS_MAPPED_SINCE
+        self.shift = SHARED_FIRST_ID if self.root and not self.own_ids else 0  # of what pods write
         self.filter = seccomp.build_filter("own")
-        self.mapped: set[str] = set()  # layers that the current zygote has mounted id-mapped
-        self.zygote.on_connect = self.mapped.clear
         notes = self.layout_notes()
         if not self.root:
             notes.append("one user in a pod (its root), because only one id is mapped without root")
+        if not self.own_ids:
+            why = "the service is not root" if not self.root else "the kernel is older than Linux 6.3"
+            notes.append(
+                f"pods share a user outside ({why}), by which the kernel counts descriptors in flight, pipes and epoll "
+                "watches: a pod that takes all disturbs others, and without root our other programs; of inotify "
+                "watches and queued signals a pod gets a part, and no POSIX message queues"
+            )
+        limits = {*self.layout.controllers, "disk", "inodes", *(() if self.root else ("pids",))}  # as RLIMIT_NPROC
         self.capabilities = Capabilities(
             isolation="namespace",
-            limits=frozenset({*self.layout.controllers, "disk", "inodes"}),
+            limits=frozenset(limits),
             egress=frozenset({"proxy", "transparent"}),
             snapshots=self.snapshots,
             users=self.root,
@@ -64,40 +78,31 @@ class NamespaceBackend(Backend):
 
     # ------------------------------------------------------------------------------------------- layers
 
-    async def lower_paths(self, found: Iterable[Layer]) -> list[str]:
-        """Return the layers' paths in the zygote's mount namespace; top first, as overlayfs expects."""
-        paths = []
+    def layer_fields(self, found: Iterable[Layer]) -> list[tuple[int, bytes]]:
+        """Return the fields of layers: their paths in the zygote's mount namespace; top first, as overlayfs expects."""
+        fields = []
         for layer in found:
-            if layer.memory:
-                paths.append(f"{zygote_protocol.MEMORY}/{layer.id}/u")
-            elif layer.shift == self.first_id:
-                paths.append(self.state_relative(self.store.layer_path(layer)))
-            elif layer.shift == 0:
-                await self.map_layer(layer)
-                paths.append(f"{zygote_protocol.MAPPED}/{layer.id}")
+            in_memory = f"{zygote_protocol.MEMORY}/{layer.id}/u"
+            path = in_memory if layer.memory else self.state_relative(self.store.layer_path(layer))
+            if self.root and (self.own_ids or layer.shift != self.shift):
+                fields.append((zygote_protocol.MAPPED, os.fsencode(f"{layer.shift} {path}")))
             else:
-                raise PodError(f"layer {layer.id} is for other host ids ({layer.shift}); export and import it again")
-        return paths[::-1]
+                fields.append((zygote_protocol.LOWER, os.fsencode(path)))
+        return fields[::-1]
 
     def state_relative(self, path: Path) -> str:
         """Return a path relative to the state directory, the zygote's working directory."""
         return os.path.relpath(path, self.state)
 
-    async def map_layer(self, layer: Layer) -> None:
-        if layer.id in self.mapped and self.zygote.sock is not None:  # unconnected: another zygote
-            return
-        path = os.fsencode(self.state_relative(self.store.layer_path(layer)))
-        await self.request(
-            zygote_protocol.MAP,
-            (zygote_protocol.LAYER, layer.id.encode()),
-            (zygote_protocol.PATH, path),
-            *self.id_maps(),
-        )
-        self.mapped.add(layer.id)
-
-    def id_maps(self) -> list[tuple[int, bytes]]:
-        text = f"0 {FIRST_ID} {IDS}\n" if self.root else "0 0 1\n"
-        return [(zygote_protocol.UIDMAP, text.encode()), (zygote_protocol.GIDMAP, text.encode())]
+    def id_fields(self) -> list[tuple[int, int]]:
+        """Return the fields of the host ids of a pod."""
+        if not self.root:
+            return [(zygote_protocol.OWNER, 0), (zygote_protocol.IDS, 1)]
+        first = SHARED_FIRST_ID
+        if self.own_ids:  # pods of several state directories rarely share ids
+            digest = hashlib.sha256(os.fsencode(self.state)).digest()
+            first = FIRST_ID + digest[0] % 15 * POD_RANGES * IDS
+        return [(zygote_protocol.OWNER, first), (zygote_protocol.IDS, IDS)]
 
     async def persist(self, layer: Layer) -> Layer:
         with owned_descriptor(await self.fetch(zygote_protocol.LAYER, layer.id)) as directory:
@@ -120,8 +125,23 @@ class NamespaceBackend(Backend):
         return LayerDir(f"/proc/self/fd/{descriptor}/.", layer.shift)
 
     async def drop(self, layer: Layer) -> None:
-        self.mapped.discard(layer.id)
         await self.request(zygote_protocol.DROP, (zygote_protocol.LAYER, layer.id.encode()))
+
+
+def mounts_below(paths: Iterable[str]) -> list[str]:
+    """Return the mount points below paths of this machine, which a mount of the path itself does not include."""
+    tops = tuple(f"{path}/" for path in paths)
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
+        points = [line.split(" ", 5)[4] for line in file]
+    return [
+        re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), point) for point in points if point.startswith(tops)
+    ]
+
+
+def kernel_version() -> tuple[int, int]:
+    """Return the version of the running kernel."""
+    major, minor = re.findall(r"\d+", os.uname().release)[:2]
+    return int(major), int(minor)
 
 
 @contextlib.contextmanager
@@ -139,19 +159,20 @@ class NamespacePod(LocalPod):
     backend: NamespaceBackend
 
     def __init__(self, backend: NamespaceBackend, spec: PodSpec) -> None:
-        environment = {**spec.image.env, **EgressPolicy.from_egress(spec.egress).environment()}
+        policy = EgressPolicy.from_egress(spec.egress)
+        certificates = certificate_variables(spec.image) if policy.rules else {}
+        environment = {**certificates, **spec.image.env, **policy.environment()}
         super().__init__(backend, spec, environment, spec.image.workdir, spec.image.user)
 
     # ------------------------------------------------------------------------------------------- starting
 
     async def boot(self) -> None:
-        lower = await self.backend.lower_paths(self.spec.image.layers)
         self.directory.mkdir(parents=True, exist_ok=True)
-        await self.create_process(self._create_fields(lower))
+        await self.create_process(self._create_fields())
 
-    def _create_fields(self, lower: list[str]) -> list[tuple[int, protocol.Value]]:
+    def _create_fields(self) -> list[tuple[int, protocol.Value]]:
         backend, limits = self.backend, self.limits
-        binds = [(path, path) for path in self.spec.image.binds]
+        binds = [(path, path) for path in (*self.spec.image.binds, *mounts_below(self.spec.image.binds))]
         if resolver := self.policy.resolv_conf():
             file = self.directory / "resolv.conf"
             file.write_text(resolver)
@@ -159,9 +180,8 @@ class NamespacePod(LocalPod):
             binds.append((backend.state_relative(file), "/etc/resolv.conf"))
         listening = [f"{one.kind} {one.address} {one.port}" for one in self.policy.listen_specs()]
         fields: list[tuple[int, protocol.Value]] = [
-            *((zygote_protocol.LOWER, os.fsencode(path)) for path in lower),
-            *backend.id_maps(),
-            (zygote_protocol.OWNER, backend.first_id),
+            *backend.layer_fields(self.spec.image.layers),
+            *backend.id_fields(),
             (zygote_protocol.HOSTNAME, b"pod"),
             (zygote_protocol.CAPS, capabilities.mask()),
             (zygote_protocol.FILTER, backend.filter),
@@ -175,8 +195,10 @@ class NamespacePod(LocalPod):
             fields.append((zygote_protocol.SIZE, limits.disk))
         if limits.inodes:
             fields.append((zygote_protocol.INODES, int(limits.inodes)))
-        if "memory" in backend.layout.controllers:
-            fields.append((zygote_protocol.FLAGS, zygote_protocol.ADJUST_OOM_SCORE))
+        flags = zygote_protocol.ADJUST_OOM_SCORE if "memory" in backend.layout.controllers else 0
+        fields.append((zygote_protocol.FLAGS, flags | (zygote_protocol.OWN_IDS if backend.own_ids else 0)))
+        if limits.pids and "pids" not in backend.layout.controllers:
+            fields.append((zygote_protocol.PIDS, limits.pids))
         if limits.memory:  # files and shared memory together must leave memory for the guest init
             fields.append((zygote_protocol.SHM, min(64 << 20, limits.memory // 4)))
         return fields
@@ -185,19 +207,19 @@ class NamespacePod(LocalPod):
         upper = self.directory / "writes"
         for path in (upper, upper / "u", upper / "w"):
             path.mkdir(mode=0o755, exist_ok=True)
-            if self.backend.root:
-                os.chown(path, FIRST_ID, FIRST_ID)
+            if self.backend.shift:
+                os.chown(path, self.backend.shift, self.backend.shift)
         return upper
 
     # ------------------------------------------------------------------------------------------- snapshots
 
-    async def diff(self) -> Mapping[str, FileInfo | None]:
+    async def diff(self, paths: Sequence[str] = ("/",)) -> Mapping[str, FileInfo | None]:
         await self.ready()
         with contextlib.ExitStack() as opened:
             written = LayerDir(f"/proc/self/fd/{opened.enter_context(await self._open_writes())}/.")
             found = [await self.backend.open_layer(layer, opened) for layer in reversed(self.spec.image.layers)]
             own = self.spec.own_layers
-            return await asyncio.to_thread(diff_layers, [written, *found[:own]], found[own:])
+            return await asyncio.to_thread(diff_layers, [written, *found[:own]], found[own:], paths)
 
     async def _open_writes(self) -> AbstractContextManager[int]:
         """Open the directory that holds the pod's writes."""
@@ -219,10 +241,10 @@ class NamespacePod(LocalPod):
         pod = (zygote_protocol.ID, self.id.encode())
         if self.spec.storage == "disk":
             await self.backend.zygote.request(zygote_protocol.KILL, pod)
-            layer = self.backend.store.adopt_layer(self.directory / "writes" / "u", self.backend.first_id)
+            layer = self.backend.store.adopt_layer(self.directory / "writes" / "u", self.backend.shift)
             self.backend.delete(self.directory / "writes", self.backend.state / "trash")
         else:
-            layer = Layer(f"{self.backend.owner}.{os.urandom(12).hex()}", self.backend.first_id, memory=True)
+            layer = Layer(f"{self.backend.owner}.{os.urandom(12).hex()}", self.backend.shift, memory=True)
             await self.backend.zygote.request(zygote_protocol.SEAL, pod, (zygote_protocol.LAYER, layer.id.encode()))
         # A new group: the old one is charged for the sealed files, which all pods over this layer now share.
         await self.backend.remove_group(self.group)
@@ -232,4 +254,4 @@ class NamespacePod(LocalPod):
         """Copy the pod's writes into a layer while its processes are frozen."""
         with await self._open_writes() as directory:
             async with self.group.frozen():
-                return await self.backend.copy_to_store(directory, self.backend.first_id)
+                return await self.backend.copy_to_store(directory, self.backend.shift)

@@ -8,8 +8,8 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from etude.errors import InputError
@@ -66,19 +66,39 @@ async def probe(name: str) -> ProbeResult:
         pod = await asyncio.wait_for(backend.start(spec), PROBE_TIMEOUT_S)
         try:
             result = await pod.exec("echo probe > probe && cat probe", timeout=PROBE_TIMEOUT_S)
+            mounts = (await pod.exec("cat /proc/self/mountinfo", timeout=PROBE_TIMEOUT_S)).stdout
         finally:
             await pod.end()
         if result.stdout != "probe\n":
             why = result.stderr.strip() or result.exit_code
             return ProbeResult(name, False, f"a pod started, but its command failed: {why}")
         took = (time.perf_counter() - started) * 1000
-        return ProbeResult(name, True, f"created a pod and ran a command in {took:.0f} ms", backend.capabilities)
+        own_mounts = backend.capabilities.isolation == "namespace"
+        notes = (*backend.capabilities.notes, *(shared_notes(mounts, spec.image.binds) if own_mounts else ()))
+        capabilities = replace(backend.capabilities, notes=notes)
+        return ProbeResult(name, True, f"created a pod and ran a command in {took:.0f} ms", capabilities)
     except (OSError, PodError, TimeoutError) as error:
         return ProbeResult(name, False, with_hints(name, str(error) or "no answer in time"))
     finally:
         if backend is not None:
             await backend.shutdown()
         shutil.rmtree(state, ignore_errors=True)
+
+
+def shared_notes(mounts: str, shared: Sequence[str]) -> list[str]:
+    """Return a note on the shared directories that a pod sees on the machine's own file systems, not on overlays."""
+    machine = {line.split()[2] for line in Path("/proc/self/mountinfo").read_text().splitlines()}  # device numbers
+    plain = []
+    for _, _, device, _, point, *_ in map(str.split, mounts.splitlines()):
+        inside = any(point == path or point.startswith(f"{path}/") for path in shared)
+        if inside and device in machine and os.path.isdir(point):
+            plain.append(point)
+    if not plain:
+        return []
+    return [
+        f"{', '.join(sorted(set(plain)))}: the file system cannot be a layer of an overlay, so pods reach the host's "
+        "sockets and FIFOs there, and see by inotify which files are used"
+    ]
 
 
 def with_hints(name: str, error: str) -> str:

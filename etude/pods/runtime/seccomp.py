@@ -67,11 +67,18 @@ CHECKED = "clone:56:220 ioctl:16:29 personality:135:92 socket:41:198 socketpair:
 CHECKED_TCP_ONLY = "sendto:44:206 sendmsg:46:211 sendmmsg:307:269"
 
 # Calls of the second filter. IPC objects outlive their creator and belong to a user id, not to a pod.
-IPC = ("shmget", "shmat", "semget", "msgget", "mq_open")
-SHARED = (
-    "shmget:29:194 shmat:30:196 semget:64:190 msgget:68:186 mq_open:240:180 prlimit64:302:261 setpriority:141:140 "
-    "ioprio_set:251:30 socket:41:198 socketpair:53:199 connect:42:203 listen:50:201"
+# Those that exist are named by small numbers, so using one needs no `get` call.
+IPC = (
+    "shmget:29:194 shmat:30:196 shmctl:31:195 semget:64:190 semop:65:193 semctl:66:191 semtimedop:220:192 "
+    "msgget:68:186 msgsnd:69:189 msgrcv:70:188 msgctl:71:187 mq_open:240:180 mq_unlink:241:181"
 )
+# Calls on another process of the same user, by the index of the argument that is 0 for the caller itself.
+OTHER_PROCESSES = {
+    0: "prlimit64:302:261 sched_setparam:142:118 sched_setscheduler:144:119 sched_setaffinity:203:122 "
+    "sched_setattr:314:274",
+    1: "setpriority:141:140 ioprio_set:251:30",
+}
+SOCKETS = "socket:41:198 socketpair:53:199 connect:42:203 listen:50:201"
 
 # NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID and NEWNET. NEWTIME is not a flag of clone.
 CLONE_NEW = 0x7E020000
@@ -123,29 +130,29 @@ def build_filter(network: Network = "own", machine: str | None = None) -> bytes:
 def build_shared_filter(unix: bool, egress: bool, own_user: bool, machine: str | None = None) -> bytes:
     """Return the second filter of a pod that shares the machine's network, user or IPC objects.
 
-    Without namespaces gaps remain that Landlock does not cover either: System V IPC objects and POSIX queues, limits
-    and priorities of other processes of the same user, sockets named by a path (before ABI 9), and TCP to any address,
-    because Landlock's rules name a port and no address. `unix`: UNIX sockets are allowed; `egress`: every connect goes
-    to the pod's broker; `own_user`: no other process has the pod's user.
+    Without namespaces gaps remain that Landlock does not cover either: System V IPC objects and POSIX queues; limits,
+    priorities and processors of other processes of the same user; sockets named by a path (before ABI 9), and TCP to
+    any address, because Landlock's rules name a port and no address. `unix`: UNIX sockets are allowed; `egress`: every
+    connect goes to the pod's broker; `own_user`: no other process has the pod's user.
     """
-    numbers = _numbers(SHARED, _machine(machine).column)
+    column = _machine(machine).column
     program = _Program()
     program.load(_ARCH)
     program.jump(_JEQ, _machine(machine).arch, no="allow")  # the first filter kills it
     program.load(_NUMBER)
-    targets = dict.fromkeys(IPC, "EPERM")
-    targets |= (
-        {} if own_user else {"prlimit64": "own limits", "setpriority": "own priority", "ioprio_set": "own priority"}
-    )
-    targets |= {} if unix else {"socket": "socket", "socketpair": "socketpair"}
+    targets = dict.fromkeys(_numbers(IPC, column).values(), "EPERM")
+    for argument, group in {} if own_user else OTHER_PROCESSES.items():
+        targets |= dict.fromkeys(_numbers(group, column).values(), f"caller in {argument}")
+    sockets = {} if unix else {"socket": "socket", "socketpair": "socketpair"}
     # listen() without bind() takes a port of the machine without a Landlock check.
-    targets |= {"connect": "notify", "listen": "EACCES"} if egress else {}
-    for name, target in targets.items():
-        program.jump(_JEQ, numbers[name], yes=target)
+    sockets |= {"connect": "notify", "listen": "EACCES"} if egress else {}
+    targets |= {_numbers(SOCKETS, column)[name]: target for name, target in sockets.items()}
+    for number, target in targets.items():
+        program.jump(_JEQ, number, yes=target)
     program.jump(_JGE, 0, yes="allow")
     # A CPU limit of 0 kills like a signal. A process may change its own limits, as pid 0.
-    for label, argument in (("own limits", 0), ("own priority", 1)):
-        program.label(label)
+    for argument in OTHER_PROCESSES:
+        program.label(f"caller in {argument}")
         program.load_argument(argument)
         program.jump(_JEQ, 0, yes="allow", no="EPERM")
     program.label("socket")

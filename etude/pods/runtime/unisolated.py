@@ -56,7 +56,7 @@ class UnisolatedPod(GuestPod):
             _cannot(f"a command as another user ({user!r})")
         return None
 
-    async def diff(self) -> Mapping[str, FileInfo | None]:
+    async def diff(self, paths: Sequence[str] = ("/",)) -> Mapping[str, FileInfo | None]:
         _cannot("a diff")
 
     async def snapshot(self, kind: SnapshotKind | None = None) -> Snapshot:

@@ -6,13 +6,15 @@ pods lives, so there is never a second one; a client that cannot connect and can
 
 import asyncio
 import contextlib
+import errno
 import os
+import resource
 import socket
 import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,7 +47,6 @@ class ZygoteClient:
         self.fetching: set[int] = set()  # calls whose reply brings a descriptor
         self.connect_lock = asyncio.Lock()
         self.in_flight = asyncio.Semaphore(MAX_IN_FLIGHT)
-        self.on_connect: Callable[[], object] = lambda: None  # it may be another zygote than before
 
     async def request(
         self, op: int, *fields: tuple[int, protocol.Value], descriptors: Sequence[int] = ()
@@ -72,7 +73,7 @@ class ZygoteClient:
         # The zygote reads before it does anything else, so this does not block for long.
         data = protocol.frame(op, call, *fields)
         try:
-            sent = socket.send_fds(self.sock, [data], list(descriptors))
+            sent = self._send_first(data, list(descriptors))
             while sent < len(data):
                 sent += self.sock.send(data[sent:])
         except OSError as error:
@@ -83,6 +84,19 @@ class ZygoteClient:
             return await reply
         finally:
             self.calls.pop(call, None)
+
+    def _send_first(self, data: bytes, descriptors: list[int]) -> int:
+        """Send the first part of a request with its descriptors; return the number of bytes sent."""
+        assert self.sock is not None
+        try:
+            return socket.send_fds(self.sock, [data], descriptors)
+        except OSError as error:
+            if error.errno != errno.ETOOMANYREFS:
+                raise
+        # A pod of our user has as many descriptors in flight as its limit of open files allows, which is half of ours.
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        return socket.send_fds(self.sock, [data], descriptors)
 
     async def _connect(self) -> None:
         deadline = time.monotonic() + START_S
@@ -95,7 +109,6 @@ class ZygoteClient:
             if time.monotonic() > deadline:
                 raise PodError(f"no zygote answers in {self.state} within {START_S:g} s; see {self.name}.log there")
             await asyncio.sleep(0.005)
-        self.on_connect()
         # Blocking sends, non-blocking reads by the event loop: requests are small and answered in order.
         asyncio.get_running_loop().add_reader(self.sock.fileno(), self._readable)
 
@@ -184,8 +197,7 @@ def run_helper(
 def prepare_mount_points(state: Path) -> None:
     """Create the mount points, without those of a killed zygote; its mounts disappeared with its mount namespace."""
     (state / zygote_protocol.STAGE).mkdir(mode=0o700, exist_ok=True)
-    for name in (zygote_protocol.MEMORY, zygote_protocol.MAPPED):
-        (state / name).mkdir(mode=0o700, exist_ok=True)
-        for mount_point in (state / name).iterdir():
-            mount_point.rmdir()
+    (state / zygote_protocol.MEMORY).mkdir(mode=0o700, exist_ok=True)
+    for mount_point in (state / zygote_protocol.MEMORY).iterdir():
+        mount_point.rmdir()
     (state / zygote_protocol.ROOT).mkdir(mode=0o755, exist_ok=True)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from etude.errors import InputError
 from etude.pods.pod import PodError
 from etude.pods.scheduling.pressure import Pressure
+from etude.system.units import format_bytes
 
 MIB, GIB = 1 << 20, 1 << 30
 RESERVED_MAX_AGE_S = 0.05  # summing a thousand reservations for every decision would cost more than the decision
@@ -220,11 +221,14 @@ class Admission:
         need = self.estimator.estimate(request.image, request.memory)
         disk = now.disk_total - thresholds.disk_reserve(now.disk_total)
         if request.memory > now.memory_total:
-            cause = f"its memory limit of {_size(request.memory)} is over the {_size(now.memory_total)} of this host"
+            limit, total = format_bytes(request.memory), format_bytes(now.memory_total)
+            cause = f"its memory limit of {limit} is over the {total} of this host"
         elif need > usable:
-            cause = f"it is expected to use {_size(need)} of memory; this host has {_size(usable)} for pods"
+            expected, free = format_bytes(need), format_bytes(usable)
+            cause = f"it is expected to use {expected} of memory; this host has {free} for pods"
         elif request.disk > disk:
-            cause = f"its disk limit of {_size(request.disk)} is over the {_size(disk)} this host has for pods"
+            limit, free = format_bytes(request.disk), format_bytes(disk)
+            cause = f"its disk limit of {limit} is over the {free} this host has for pods"
         elif thresholds.max_pods < 1:
             cause = f"max_pods is {thresholds.max_pods}"
         else:
@@ -241,12 +245,11 @@ class Admission:
         reserve, reserved = thresholds.memory_reserve(now.memory_total), self.reserved_memory()
         free = now.memory_available - reserve - reserved
         if need > free:
-            starting = f" and {_size(reserved)} reserved for starting pods" if reserved else ""
-            own.append(
-                f"needs {_size(need)} of memory, {_size(max(0, free))} free after {_size(reserve)} headroom{starting}"
-            )
+            starting = f" and {format_bytes(reserved)} reserved for starting pods" if reserved else ""
+            left = f"{format_bytes(max(0, free))} free after {format_bytes(reserve)} headroom"
+            own.append(f"needs {format_bytes(need)} of memory, {left}{starting}")
         if request.disk > now.disk_free - thresholds.disk_reserve(now.disk_total):
-            own.append(f"needs {_size(request.disk)} of disk, {_size(now.disk_free)} free")
+            own.append(f"needs {format_bytes(request.disk)} of disk, {format_bytes(now.disk_free)} free")
         return AdmissionDecision(tuple(own))
 
     def admit(self, request: ResourceRequest) -> Reservation | AdmissionDecision:
@@ -330,7 +333,7 @@ class Admission:
         thresholds, reasons = self.thresholds, []
         reserve = thresholds.disk_reserve(now.disk_total)
         if now.disk_free < reserve:
-            reasons.append(f"{_size(now.disk_free)} of disk free is under {_size(reserve)}")
+            reasons.append(f"{format_bytes(now.disk_free)} of disk free is under {format_bytes(reserve)}")
         if now.inodes_free is not None and now.inodes_free < thresholds.min_free_inodes:
             reasons.append(f"{now.inodes_free} inodes free is under {thresholds.min_free_inodes}")
         return reasons
@@ -445,11 +448,3 @@ class AdmissionQueue:
     def _recheck(self) -> None:
         self._timer = None
         self._dispatch()
-
-
-def _size(count: float) -> str:
-    """Format bytes: 512 MiB, 1.5 GiB."""
-    for unit, size in (("TiB", 1024 * GIB), ("GiB", GIB), ("MiB", MIB)):
-        if abs(count) >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count:.0f} bytes"

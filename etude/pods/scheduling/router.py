@@ -1,9 +1,10 @@
 """Choose the host on which a pod starts: host reports in, one placement out. Starts no pods and makes no requests.
 
-A host's cost is the expected seconds until the pod runs there (image pull, start-up behind other starting pods) plus a
-price for its fill after placement: fuller hosts are preferred up to a target fill, so that empty ones can be released
-or take a large pod. Forks and snapshots stay with their files. Reports are stale on arrival, so each placement counts
-against its host until a report must include it. Hosts are rows of numeric columns; equal inputs give equal placements.
+A host must have the pod's image: images are added to each host by its owner. Its cost is the expected seconds until the
+pod runs there (start-up behind other starting pods) plus a price for its fill after placement: fuller hosts are
+preferred up to a target fill, so that empty ones can be released or take a large pod. Forks and snapshots stay with
+their files. Reports are stale on arrival, so each placement counts against its host until a report must include it.
+Hosts are rows of numeric columns; equal inputs give equal placements.
 """
 
 import math
@@ -71,7 +72,6 @@ class PlacementRequest:
     memory: int
     snapshot: str | None = None  # start from this instead of the bare image
     parent_host: str | None = None  # of a fork: the host the parent runs on
-    image_size: int | None = None  # bytes to pull where the image is missing, if known
     requires: frozenset[str] = frozenset()  # labels of `capability_labels`
 
 
@@ -92,7 +92,6 @@ class Placement:
     host: str
     score: float
     warm: bool = False
-    image_local: bool = False
     transfer: bool = False  # the snapshot must be transferred there first
     pending: _PendingPlacement | None = field(default=None, compare=False, repr=False)  # for `PodRouter.release`
 
@@ -101,8 +100,6 @@ class Placement:
 class PlacementPolicy:
     """Cost weights of the router, in seconds, and the times after which it distrusts a host."""
 
-    pull_s: float = 20.0  # of a missing image of unknown size: about 2 GB
-    pull_rate: float = 200e6  # bytes/s from a registry, unpacking included
     startup_s: float = 4.0  # of one core while a pod starts; a warm one has already spent it
     busy_s: float = 30.0  # price of a host whose cores are over their ceiling: last choice, better than none
     pack_s: float = 2.0  # start-up time given up, at most, to fill hosts instead of spreading
@@ -114,32 +111,26 @@ class PlacementPolicy:
     max_backoff_s: float = 60.0
     thresholds: Thresholds = field(default_factory=Thresholds)  # the hosts' pressure ceilings, as admission has them
 
-    def pull_time(self, request: PlacementRequest) -> float:
-        """Return the seconds to pull the request's image where it is missing."""
-        return self.pull_s if request.image_size is None else request.image_size / self.pull_rate
-
 
 class _Holders:
-    """The hosts that have an image or snapshot, by row; cached as an array until the next change."""
+    """The rows of the hosts that have something; cached as an array until the next change."""
 
     def __init__(self) -> None:
-        self.rows: dict[int, float] = {}  # -> when it is (expected to be) there; -inf: reported
-        self._arrays: tuple[npt.NDArray[np.intp], Floats] | None = None
+        self.rows: set[int] = set()
+        self._array: npt.NDArray[np.intp] | None = None
 
-    def add(self, row: int, when: float = -math.inf) -> None:
-        if self.rows.get(row, math.inf) > when:
-            self.rows[row] = when
-            self._arrays = None
+    def add(self, row: int) -> None:
+        self.rows.add(row)
+        self._array = None
 
     def discard(self, row: int) -> None:
-        if self.rows.pop(row, None) is not None:
-            self._arrays = None
+        self.rows.discard(row)
+        self._array = None
 
-    def arrays(self) -> tuple[npt.NDArray[np.intp], Floats]:
-        if self._arrays is None:
-            rows = np.fromiter(self.rows.keys(), np.intp, len(self.rows))
-            self._arrays = rows, np.fromiter(self.rows.values(), np.float64, len(self.rows))
-        return self._arrays
+    def array(self) -> npt.NDArray[np.intp]:
+        if self._array is None:
+            self._array = np.fromiter(self.rows, np.intp, len(self.rows))
+        return self._array
 
 
 class _HostState:
@@ -149,7 +140,6 @@ class _HostState:
         self.row = row
         self.report: HostReport | None = None
         self.pending: deque[_PendingPlacement] = deque()
-        self.pulling: dict[str, float] = {}  # images a placement made it pull -> when to stop expecting them
         self.failures = 0
 
 
@@ -199,7 +189,6 @@ class PodRouter:
             return
         self._update_indexes(row, last, report)
         host.report = report
-        self._expire_pulls(host, now)
         while host.pending and host.pending[0].time <= now - self.policy.report_lag_s:
             host.pending.popleft()
         stalls, column = report.pressure, self._column
@@ -222,7 +211,6 @@ class PodRouter:
             self._update_indexes(gone.row, gone.report, None)
             for image in gone.report.warm:
                 self._warm[image].discard(gone.row)
-        self._expire_pulls(gone, math.inf)
         self._names[gone.row] = None
         self._column["last_seen"][gone.row] = -math.inf
         self._free_rows.append(gone.row)
@@ -253,12 +241,12 @@ class PodRouter:
         """Return the best host for the pod now. Raise NoHost, with the rejections by reason, when none can take it."""
         now = self._clock()
         fits = self._schedulable(now) & ~self._under_pressure() & (self._column["memory_free"] >= request.memory)
-        fits &= self._capable(request.requires)
+        fits &= self._capable(request.requires) & self._has_image(request)
         for name in exclude:
             if name in self._hosts:
                 fits[self._hosts[name].row] = False
         local_rows = [row for row in self._file_holders(request) if fits[row]]
-        cost = self._costs(request, now)
+        cost = self._costs(request)
         if local_rows:
             rows = np.array(local_rows, np.intp)
             row = int(rows[np.argmin(cost[rows])])
@@ -285,11 +273,20 @@ class PodRouter:
         """Return the hosts that have all required capabilities."""
         able = np.full(len(self._column["last_seen"]), True)
         for label in requires:
-            has = np.zeros(len(able), bool)
-            if (holders := self._capabilities.get(label)) is not None:
-                has[holders.arrays()[0]] = True
-            able &= has
+            able &= self._rows_of(self._capabilities.get(label))
         return able
+
+    def _has_image(self, request: PlacementRequest) -> Booleans:
+        """Return the hosts that have the image. A snapshot is transferred with its image; its id names one, too."""
+        if request.snapshot is not None:
+            return np.full(len(self._column["last_seen"]), True)
+        return self._rows_of(self._images.get(request.image)) | self._rows_of(self._snapshots.get(request.image))
+
+    def _rows_of(self, holders: _Holders | None) -> Booleans:
+        found = np.zeros(len(self._column["last_seen"]), bool)
+        if holders is not None:
+            found[holders.array()] = True
+        return found
 
     def _file_holders(self, request: PlacementRequest) -> list[int]:
         """Return the rows of the hosts that hold the files a fork or a snapshot starts from."""
@@ -300,23 +297,17 @@ class PodRouter:
             rows.extend(self._snapshots[request.snapshot].rows)
         return rows
 
-    def _costs(self, request: PlacementRequest, now: float) -> Floats:
+    def _costs(self, request: PlacementRequest) -> Floats:
         """Return, for every row, the seconds until the pod runs plus the price of the host's fill afterwards."""
         c, p = self._column, self.policy
-        pull_time = p.pull_time(request)
-        pull = np.full(len(c["last_seen"]), pull_time)
-        if (holders := self._images.get(request.image)) is not None:
-            rows, ready = holders.arrays()
-            pull[rows] = np.clip(ready - now, 0.0, pull_time)
         start = p.startup_s * np.maximum(1.0, (c["starting"] + 1) / c["cores"])
         if (warm := self._warm.get(request.image)) is not None:
-            rows, _ = warm.arrays()
-            pull[rows], start[rows] = 0.0, 0.0
+            start[warm.array()] = 0.0
         fill = 1 - (c["memory_free"] - request.memory) / c["memory_total"]
         crowding = np.maximum(0.0, fill - p.target_fill) / (1 - p.target_fill)
         price = p.pack_s * (1 - fill) + p.crowding_s * crowding * crowding
         busy = p.busy_s * (c["cpu_some"] > p.thresholds.cpu_some)
-        return np.asarray(pull + start + price + busy + c["tie_break"])
+        return np.asarray(start + price + busy + c["tie_break"])
 
     def _assign(self, request: PlacementRequest, row: int, cost: float, now: float, local_files: bool) -> Placement:
         """Count the placement against its host and return it."""
@@ -324,18 +315,13 @@ class PodRouter:
         assert name is not None
         host = self._hosts[name]
         assert host.report is not None
-        with_image, with_warm = self._images.get(request.image), self._warm.get(request.image)
-        ready = with_image.rows.get(row, math.inf) if with_image is not None else math.inf
+        with_warm = self._warm.get(request.image)
         warm = with_warm is not None and row in with_warm.rows and not local_files
-        if ready == math.inf and not local_files:  # the first of a group pulls, the others wait for the same pull
-            pull_time = self.policy.pull_time(request)
-            self._images.setdefault(request.image, _Holders()).add(row, now + pull_time)
-            host.pulling[request.image] = now + 2 * pull_time + self.policy.stale_s
         pending = _PendingPlacement(now, request.image, request.memory, warm)
         host.pending.append(pending)
         self._count_pending(row, pending, host.report)
         transfer = bool(request.snapshot or request.parent_host) and not local_files
-        return Placement(name, -cost, warm, ready == -math.inf, transfer, pending)
+        return Placement(name, -cost, warm, transfer, pending)
 
     # -- refusal
 
@@ -348,7 +334,8 @@ class PodRouter:
         stalled = (c["memory_some"] > thresholds.memory_some) | (c["memory_full"] > thresholds.memory_full)
         headroom = np.minimum(thresholds.memory_headroom * c["memory_total"], thresholds.max_memory_headroom)
         large_enough = c["memory_total"] - headroom >= request.memory
-        retryable = bool((left & self._capable(request.requires) & large_enough).any())
+        suited = self._capable(request.requires) & self._has_image(request)
+        retryable = bool((left & suited & large_enough).any())
         rejections: dict[str, int] = {}
         for reason, mask in (
             ("excluded by the caller", excluded),
@@ -356,6 +343,7 @@ class PodRouter:
             ("draining", c["draining"] > 0),
             ("backed off after failures", c["backoff_until"] > now),
             ("without a required capability", ~self._capable(request.requires)),
+            ("without the image", ~self._has_image(request)),
             ("full", c["pods"] >= c["max_pods"]),
             ("under memory pressure", stalled),
             ("under disk pressure", c["io_full"] > thresholds.io_full),
@@ -402,25 +390,11 @@ class PodRouter:
             before: frozenset[str] = getattr(old, name, frozenset())
             after: frozenset[str] = getattr(new, name, frozenset())
             for item in before - after:
-                self._drop(index, item, row)
+                index[item].discard(row)
+                if not index[item].rows:
+                    del index[item]
             for item in after - before:
                 index.setdefault(item, _Holders()).add(row)
-
-    def _drop(self, index: dict[str, _Holders], item: str, row: int) -> None:
-        if (holders := index.get(item)) is not None:
-            holders.discard(row)
-            if not holders.rows:
-                del index[item]
-
-    def _expire_pulls(self, host: _HostState, now: float) -> None:
-        """Drop expected images that the report now contains, and those that should have arrived by now but have not."""
-        assert host.report is not None
-        for image, until in list(host.pulling.items()):
-            if image in host.report.images:
-                del host.pulling[image]
-            elif until < now:
-                del host.pulling[image]
-                self._drop(self._images, image, host.row)
 
     def _recount(self, host: _HostState, was_warm: Mapping[str, int]) -> None:
         """Set the columns that placements change, from the latest report and the placements it cannot include."""

@@ -22,26 +22,9 @@
 #include "processes.h"
 #include "zygote.h"
 
-enum { SYS_CREATE_RULESET = 444, SYS_ADD_RULE, SYS_RESTRICT_SELF, PATH_BENEATH = 1, CONNECT_S = 5 };
+enum { SYS_CREATE_RULESET = 444, SYS_ADD_RULE, SYS_RESTRICT_SELF, PATH_BENEATH = 1, CONNECT_S = 5, MAX_TASKS = 4096 };
 
-/* ------------------------------------------------------------------------------------------------ user, limits */
-
-/* Set limits against accidents. They hold per process or per user, so they are no guarantee for a pod. */
-static int set_limits(struct rlimit files, bool own_user)
-{
-    const struct { int kind; rlim_t most; } limits[] = {
-        {RLIMIT_CORE, 0}, {RLIMIT_NOFILE, 65536}, {RLIMIT_MSGQUEUE, 0}, {RLIMIT_NPROC, 4096}};
-    for (int i = 0; i < (own_user ? 4 : 3); i++) { /* the last is counted per user */
-        struct rlimit limit = files;
-        if (limits[i].kind != RLIMIT_NOFILE && getrlimit(limits[i].kind, &limit))
-            return fail_errno("read a limit");
-        limit.rlim_max = limit.rlim_max < limits[i].most ? limit.rlim_max : limits[i].most;
-        limit.rlim_cur = limit.rlim_cur < limit.rlim_max ? limit.rlim_cur : limit.rlim_max;
-        if (setrlimit(limits[i].kind, &limit))
-            return fail_errno("set a limit");
-    }
-    return 0;
-}
+/* ------------------------------------------------------------------------------------------------ user */
 
 /* Become a pod's own user, without groups, if it has one; this drops the capabilities of root. */
 static int become_user(int64_t user)
@@ -90,7 +73,7 @@ int enter_directory(const struct request *spec, const struct pod_setup *setup)
     if (chdir(setup->workdir))
         return fail_errno("%s", setup->workdir);
     umask(022);
-    if (set_limits(setup->files, user >= 0) || become_user(user))
+    if (lower_limit(RLIMIT_CORE, 0) || limit_user(user >= 0, user >= 0 ? MAX_TASKS : 0) || become_user(user))
         return -1;
     exit_if_orphaned(setup);
     close_others(kept, 4);

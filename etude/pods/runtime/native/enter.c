@@ -10,6 +10,7 @@
 #include <net/if.h>
 #include <netinet/in.h>
 #include <poll.h>
+#include <sched.h>
 #include <signal.h>
 #include <sys/ioctl.h>
 #include <sys/mount.h>
@@ -22,7 +23,13 @@
 #include "processes.h"
 #include "zygote.h"
 
-enum { MAX_LAYERS = 500 /* the kernel's own limit */, MAX_BINDS = 256, REPORT_MS = 5000 };
+enum {
+    MAX_LAYERS = 500, /* the kernel's own limit */
+    MAX_BINDS = 256,
+    REPORT_MS = 5000,
+    SIGNALS = 1024,    /* queued by a pod whose user has other processes */
+    WATCHES_SHARE = 8, /* a pod may have this part of its user's watches */
+};
 
 /* ------------------------------------------------------------------------------------------------- mounts */
 
@@ -71,16 +78,23 @@ static int open_bind(struct span pair)
     return 0;
 }
 
-static int open_sources(const struct request *spec)
+static int open_sources(const struct request *spec, bool own_ids)
 {
     struct span value, upper = field(spec, ZYGOTE_UPPER);
-    int key;
+    char staged[32];
+    int key, mapped = 0;
     if ((sources.root = open_source(span_of(ROOT))) < 0)
         return -1;
-    if ((sources.writes = open_source(upper.data ? upper : span_of(STAGE))) < 0)
+    if (own_ids || !upper.data)
+        upper = span_of(own_ids ? STAGED_WRITES : STAGE);
+    if ((sources.writes = open_source(upper)) < 0)
         return -1;
     for (size_t at = 0; next_field(spec, &at, &key, &value);) {
-        if (key == ZYGOTE_LOWER) {
+        if (key == ZYGOTE_MAPPED) {
+            snprintf(staged, sizeof staged, STAGE "/l%d", mapped++);
+            value = span_of(staged);
+        }
+        if (key == ZYGOTE_LOWER || key == ZYGOTE_MAPPED) {
             if (sources.layers == MAX_LAYERS)
                 return fail(EINVAL, "more than %d layers", MAX_LAYERS);
             if ((sources.lower[sources.layers] = open_source(value)) < 0)
@@ -146,17 +160,54 @@ static int mount_overlay(void)
     return 0;
 }
 
+/* Return a read-only overlay of a directory of the host.
+ *
+ * Its files are inodes of the pod's own, over the same page cache: a socket or FIFO of the host below it leads nowhere,
+ * and inotify does not tell what other pods and the host do there. Nothing else is mounted below it. */
+static int overlay_of(int directory)
+{
+    char lower[FD_PATH], empty[FD_PATH];
+    /* Without an upper directory the kernel wants two layers: the second is an empty directory. */
+    struct option options[] = {{"lowerdir+", at_fd(directory, "", lower)},
+                               {"lowerdir+", at_fd(sources.root, "", empty)}, {"userxattr", NULL}};
+    int tree = new_mount("overlay", options, 3, 0);
+    if (tree >= 0 || last_error.number != EINVAL || !strstr(last_error.text, "lowerdir+"))
+        return tree;
+    char both[2 * FD_PATH]; /* kernels before 6.8 */
+    snprintf(both, sizeof both, "%s:%s", lower, empty);
+    struct option classic[] = {{"lowerdir", both}, {"userxattr", NULL}};
+    return new_mount("overlay", classic, 2, 0);
+}
+
+/* Return a read-only mount of a file or directory of the host.
+ *
+ * A directory whose file system cannot be a layer, such as an overlay over overlays, is mounted as it is, with all
+ * below it. */
+static int shared_mount(int source, bool directory)
+{
+    int tree = directory ? overlay_of(source) : -1;
+    bool layer = tree >= 0;
+    if (!layer && directory && last_error.number != EINVAL)
+        return -1;
+    if (!layer && (tree = clone_tree(source, "", directory)) < 0)
+        return -1;
+    return set_attributes(tree, ATTR_RDONLY | ATTR_NOSUID | ATTR_NODEV, !layer && directory, 0) ? -1 : tree;
+}
+
 static int mount_binds(void)
 {
     char target[PATH_MAX];
+    struct stat info;
     for (int i = 0; i < sources.bound; i++) {
         struct span value = sources.targets[i];
         while (value.size && *value.data == '/')
             value.data++, value.size--;
         if (!value.size || !text_of(value, target, sizeof target))
             return fail(EINVAL, "a bind has no target, or one too long");
-        int tree = clone_tree(sources.binds[i], "", true);
-        if (tree < 0 || set_attributes(tree, ATTR_RDONLY | ATTR_NOSUID | ATTR_NODEV, true, 0) || attach(tree, target))
+        if (fstat(sources.binds[i], &info))
+            return fail_errno("%s", target);
+        int tree = shared_mount(sources.binds[i], S_ISDIR(info.st_mode));
+        if (tree < 0 || attach(tree, target))
             return -1;
         close(tree);
     }
@@ -197,7 +248,7 @@ static int mount_devices(int64_t shm)
             return fail_errno("%s", links[i][1]);
     if (mkdir("dev/pts", 0755) || mkdir("dev/shm", 01777))
         return fail_errno("make directories in /dev");
-    if (mount_at("devpts", "dev/pts", MS_NOSUID | MS_NOEXEC, "newinstance,ptmxmode=0666"))
+    if (mount_at("devpts", "dev/pts", MS_NOSUID | MS_NOEXEC, "newinstance,ptmxmode=0666,max=128"))
         return -1;
     snprintf(options, sizeof options, "mode=1777,size=%lld,nr_inodes=4096", (long long)shm);
     return mount_at("tmpfs", "dev/shm", MS_NOSUID | MS_NODEV, options);
@@ -258,18 +309,43 @@ static int open_network(const struct request *spec)
 
 /* ------------------------------------------------------------------------------------------------ privileges */
 
+/* Leave other pods of the same user, and that user, most of its watches of files. */
+static int share_watches(void)
+{
+    static const char *const limits[][2] = {
+        {"inotify/max_user_instances", "max_inotify_instances"}, {"inotify/max_user_watches", "max_inotify_watches"},
+        {"fanotify/max_user_groups", "max_fanotify_groups"}, {"fanotify/max_user_marks", "max_fanotify_marks"}};
+    char path[80], text[32] = "";
+    for (size_t i = 0; i < sizeof limits / sizeof *limits; i++) {
+        snprintf(path, sizeof path, "/proc/sys/fs/%s", limits[i][0]);
+        int file = open(path, O_RDONLY | O_CLOEXEC);
+        ssize_t size = file < 0 ? -1 : read(file, text, sizeof text - 1);
+        close(file);
+        if (size <= 0)
+            continue; /* not in this kernel */
+        text[size] = 0;
+        size = snprintf(text, sizeof text, "%ld", atol(text) / WATCHES_SHARE + 1);
+        snprintf(path, sizeof path, "proc/sys/user/%s", limits[i][1]);
+        if (write_to(path, text, (size_t)size))
+            return -1;
+    }
+    return 0;
+}
+
 /* Become root of the new namespaces, mount the root file system and pivot into it. */
-static int enter(const struct request *spec)
+static int enter(const struct request *spec, bool own_ids)
 {
     char hostname[65];
     struct span name = field(spec, ZYGOTE_HOSTNAME);
+    if (unshare(CLONE_NEWCGROUP))
+        return fail_errno("enter a cgroup namespace");
     if (syscall(SYS_setgroups, 0, NULL) && errno != EPERM) /* denied where one id is mapped; there are no groups then */
         return fail_errno("drop groups");
     if (syscall(SYS_setresgid, 0, 0, 0) || syscall(SYS_setresuid, 0, 0, 0))
         return fail_errno("become the pod's root");
     umask(0);
     if (mount_overlay() || mount_binds() || mount_devices(number(spec, ZYGOTE_SHM, 64 << 20)) ||
-        mount_at("proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, NULL))
+        mount_at("proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, NULL) || (!own_ids && share_watches()))
         return -1;
     if (syscall(SYS_pivot_root, ".", ".") || umount2(".", MNT_DETACH) || chdir("/"))
         return fail_errno("pivot_root");
@@ -318,6 +394,23 @@ void exit_if_orphaned(const struct pod_setup *setup)
         _exit(1);
 }
 
+int lower_limit(int kind, rlim_t most)
+{
+    struct rlimit limit;
+    if (getrlimit(kind, &limit))
+        return fail_errno("read a limit");
+    limit.rlim_max = limit.rlim_max < most ? limit.rlim_max : most;
+    limit.rlim_cur = limit.rlim_cur < limit.rlim_max ? limit.rlim_cur : limit.rlim_max;
+    return setrlimit(kind, &limit) ? fail_errno("set a limit") : 0;
+}
+
+int limit_user(bool own_user, int64_t pids)
+{
+    if (pids && lower_limit(RLIMIT_NPROC, (rlim_t)pids))
+        return -1;
+    return own_user ? 0 : lower_limit(RLIMIT_SIGPENDING, SIGNALS) || lower_limit(RLIMIT_MSGQUEUE, 0) ? -1 : 0;
+}
+
 /* Restrict this process irreversibly; the pod's programs inherit the restrictions. */
 static int drop_privileges(const struct request *spec, const struct pod_setup *setup)
 {
@@ -332,8 +425,8 @@ static int drop_privileges(const struct request *spec, const struct pod_setup *s
     /* Not dumpable: the pod's root has our uid, and must not trace us or open /proc/1/mem. */
     if (prctl(PR_SET_DUMPABLE, 0, 0, 0, 0))
         return fail_errno("become not dumpable");
-    if (setrlimit(RLIMIT_NOFILE, &setup->files))
-        return fail_errno("restore the limit of open files");
+    if (limit_user(setup->own_ids, number(spec, ZYGOTE_PIDS, 0)))
+        return -1;
     if (drop_capabilities((uint64_t)number(spec, ZYGOTE_CAPS, 0), true))
         return -1;
     return install_filter(field(spec, ZYGOTE_FILTER), SYNC_THREADS) < 0 ? -1 : 0;
@@ -356,7 +449,7 @@ void run_pod(const struct request *spec, struct pod_setup *setup)
     char go;
     int64_t flags = number(spec, ZYGOTE_FLAGS, 0);
     int failed = 0;
-    guest.listener = setup->listener, guest.channel = setup->channel;
+    guest.listener = setup->listener, guest.channel = setup->channel, guest.program_files = setup->files;
     prctl(PR_SET_NAME, "agent", 0, 0, 0); /* visible in the pod, so it does not change */
     prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0);
     struct span workdir = field(spec, ZYGOTE_WORKDIR);
@@ -364,15 +457,15 @@ void run_pod(const struct request *spec, struct pod_setup *setup)
     guest.zygote_opens_terminals = flags & ZYGOTE_OPENS_TERMINALS;
     if (!text_of(workdir.data ? workdir : span_of("/"), guest.workdir, sizeof guest.workdir))
         failed = fail(EINVAL, "the working directory is no path");
-    bool namespaces = field(spec, ZYGOTE_UIDMAP).data;
+    bool namespaces = zygote.namespaces;
     /* While the zygote maps our ids: neither call needs them, and this saves a tenth of a millisecond. */
-    failed = failed || (namespaces && (open_sources(spec) || open_network(spec)));
+    failed = failed || (namespaces && (open_sources(spec, setup->own_ids) || open_network(spec)));
     if (setup->proxy >= 0)
         guest.egress_sockets[guest.egress_count++] = setup->proxy;
     if (read(setup->go, &go, 1) != 1)
         _exit(1);
     setup->workdir = guest.workdir;
-    if (failed || (namespaces ? enter(spec) || drop_privileges(spec, setup) : enter_directory(spec, setup)))
+    if (failed || (namespaces ? enter(spec, setup->own_ids) || drop_privileges(spec, setup) : enter_directory(spec, setup)))
         report_failure(setup->listener);
     /* The zygote's log is a file of the host: its name would show in /proc/1/fd. */
     int null = open("/dev/null", O_RDWR | O_CLOEXEC);

@@ -15,6 +15,7 @@
 #define SYS_openat2 437
 #endif
 static const uint64_t NO_MAGIC_LINKS = 2;
+enum { MAX_ENTRIES = 20000 /* of a listing: the client holds them all */ };
 
 /* ------------------------------------------------------------------------------------------------- paths */
 
@@ -241,17 +242,20 @@ static int by_name(const void *one, const void *other)
 }
 
 /* Return the names in a directory, sorted, in one block that the caller frees; NULL with `last_error`. */
-static char **list_names(DIR *directory, size_t *count)
+static char **list_names(DIR *directory, size_t limit, size_t *count)
 {
     struct buffer text = {0};
     size_t found = 0;
-    for (struct dirent *entry; (entry = readdir(directory));)
+    for (struct dirent *entry; found <= limit && (entry = readdir(directory));)
         if (strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0) {
             append(&text, entry->d_name, strlen(entry->d_name) + 1);
             found++;
         }
-    char **names = text.failed ? NULL : malloc(found * sizeof *names + text.size + 1);
-    if (names) {
+    bool many = found > limit;
+    char **names = text.failed || many ? NULL : malloc(found * sizeof *names + text.size + 1);
+    if (many) {
+        fail(EFBIG, "more than %zu files in one directory, the limit of a listing", limit);
+    } else if (names) {
         char *at = (char *)(names + found);
         if (text.size)
             memcpy(at, text.data, text.size);
@@ -276,7 +280,7 @@ int list_directory(struct peer *peer, const struct request *r)
     DIR *directory = opendir(path);
     if (!directory)
         return fail_path(path);
-    char **names = list_names(directory, &count);
+    char **names = list_names(directory, MAX_ENTRIES, &count);
     for (size_t i = 0; names && !failed && i < count; i++) {
         failed = describe(peer, r->call, dirfd(directory), names[i], names[i]);
         if (failed && last_error.number == ENOENT)
@@ -348,7 +352,7 @@ static int unlink_files(int fd, struct level *level)
         return -1;
     }
     level->device = info.st_dev, level->file = info.st_ino, level->left = 0;
-    level->names = list_names(directory, &count);
+    level->names = list_names(directory, SIZE_MAX - 1, &count);
     closedir(directory);
     for (size_t i = 0; level->names && i < count; i++) {
         char *name = level->names[i];

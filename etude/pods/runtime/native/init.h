@@ -6,6 +6,7 @@
 #define ETUDE_INIT_H
 
 #include <limits.h>
+#include <sys/resource.h>
 #include <sys/types.h>
 
 #include "protocol.h"
@@ -40,6 +41,7 @@ struct guest_init {
     int listener, epoll, signals, null;
     int egress_sockets[64], egress_count;
     char workdir[PATH_MAX];
+    struct rlimit program_files; /* how many a program may open */
     int channel; /* to the zygote, for a guest init that may not open /proc; or -1 */
     bool adjust_oom_score, zygote_opens_terminals, running;
     int64_t deadline; /* 0: none */

@@ -15,6 +15,8 @@
 #include "processes.h"
 #include "zygote.h"
 
+enum { MAX_FILES = 65536 /* that a program of a pod can have open */, SECURE_NO_SETUID_FIXUP = 4 };
+
 /* Enter a new mount namespace that still follows the host's mounts; without root, a new user namespace too. */
 static int unshare_namespaces(void)
 {
@@ -65,7 +67,7 @@ static int guard_worker(void)
 /* Serve as the guest init of a pod without isolation, and kill all descendants at the end. */
 static int serve_unisolated(const char *directory)
 {
-    guest.listener = zygote.listener, guest.channel = -1;
+    guest.listener = zygote.listener, guest.channel = -1, guest.program_files = zygote.setup.files;
     fcntl(guest.listener, F_SETFD, FD_CLOEXEC);
     snprintf(guest.workdir, sizeof guest.workdir, "%s", directory);
     prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0);
@@ -110,10 +112,14 @@ static int prepare(char *name, const char *directory, bool processes)
     if (getrlimit(RLIMIT_NOFILE, &zygote.setup.files))
         return fail_errno("read the limit of open files");
     if (zygote.namespaces || processes) {
-        /* Each pod needs a descriptor, and a thousand exceed the usual limit. Pods get the old limit back. */
+        /* Each pod needs a descriptor, and a thousand exceed the usual limit. Programs get less than a guest init:
+         * the kernel refuses to send descriptors while a user has more in flight than the sender may open. */
         files = zygote.setup.files;
         files.rlim_cur = files.rlim_max;
         setrlimit(RLIMIT_NOFILE, &files);
+        struct rlimit *programs = &zygote.setup.files;
+        programs->rlim_max = files.rlim_max / 2 < MAX_FILES ? files.rlim_max / 2 : MAX_FILES;
+        programs->rlim_cur = programs->rlim_cur < programs->rlim_max ? programs->rlim_cur : programs->rlim_max;
     }
     /* Blocked, not handled: signals are read from a signalfd, and a write to a closed pipe is just an error. */
     sigemptyset(&blocked);
@@ -130,6 +136,8 @@ static int prepare(char *name, const char *directory, bool processes)
         syscall(SYS_rt_sigaction, number, standard, NULL, 8);
     if (zygote.namespaces || processes)
         umask(077);
+    /* Without it a change of the user would drop our capabilities. */
+    zygote.keeps_capabilities = !getuid() && !prctl(PR_SET_SECUREBITS, SECURE_NO_SETUID_FIXUP, 0, 0, 0);
     if (zygote.namespaces && unshare_namespaces())
         return -1;
     return chdir(directory) ? fail_errno("enter %s", directory) : 0;

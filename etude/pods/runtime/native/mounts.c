@@ -1,6 +1,7 @@
 /* Mounts, and system calls that the C library does not wrap; each names its operation in `last_error` on failure. */
 #define _GNU_SOURCE
 #include <fcntl.h>
+#include <limits.h>
 #include <sched.h>
 #include <signal.h>
 #include <sys/mount.h>
@@ -76,43 +77,17 @@ int write_map(pid_t pid, const char *file, const void *text, size_t size)
     return write_to(path, text, size);
 }
 
-/* Return a descriptor of a tmpfs for a pod's writes, attached only while the pod is created.
- *
- * The kernel copies every mount of this namespace into each new pod's, so a thousand pods must not mean a thousand
- * mounts here. */
-int stage_memory(const struct request *r)
+int map_ids(pid_t pid, const struct ids *ids)
 {
-    static const char *const directories[] = {STAGE, STAGE "/u", STAGE "/w"};
-    char size[32], inodes[32];
-    struct option options[3] = {{"mode", "0755"}};
-    size_t count = 1;
-    uid_t owner = (uid_t)number(r, ZYGOTE_OWNER, 0);
-    if (field(r, ZYGOTE_SIZE).data) {
-        snprintf(size, sizeof size, "%lld", (long long)number(r, ZYGOTE_SIZE, 0));
-        options[count++] = (struct option){"size", size};
-    }
-    if (field(r, ZYGOTE_INODES).data) {
-        snprintf(inodes, sizeof inodes, "%lld", (long long)number(r, ZYGOTE_INODES, 0));
-        options[count++] = (struct option){"nr_inodes", inodes};
-    }
-    int fresh = new_mount("tmpfs", options, count, ATTR_NODEV);
-    if (fresh < 0)
+    char text[40];
+    size_t size = (size_t)snprintf(text, sizeof text, "%u %u %u\n", ids->inside, ids->first, ids->count);
+    if (write_map(pid, "uid_map", text, size) || (ids->count == 1 && write_map(pid, "setgroups", "deny", 4)))
         return -1;
-    int failed = attach(fresh, STAGE);
-    close(fresh);
-    if (failed)
-        return -1;
-    for (int i = 0; i < 3 && !failed; i++)
-        if ((i && mkdir(directories[i], 0755)) || chmod(directories[i], 0755) || chown(directories[i], owner, owner))
-            failed = fail_errno("prepare %s", directories[i]);
-    int tree = failed ? -1 : clone_tree(AT_HERE, STAGE, false);
-    if (tree < 0)
-        umount2(STAGE, MNT_DETACH);
-    return tree;
+    return write_map(pid, "gid_map", text, size);
 }
 
-/* Return a descriptor of a user namespace with these maps; its process has ended. */
-int user_namespace(struct span uids, struct span gids)
+/* Return a descriptor of a user namespace with this map; its process has ended. */
+int user_namespace(const struct ids *ids)
 {
     char path[64];
     int hold[2], fd = -1;
@@ -125,7 +100,7 @@ int user_namespace(struct span uids, struct span gids)
     }
     if (pid < 0)
         fail_errno("clone into a user namespace");
-    else if (!write_map(pid, "uid_map", uids.data, uids.size) && !write_map(pid, "gid_map", gids.data, gids.size)) {
+    else if (!map_ids(pid, ids)) {
         snprintf(path, sizeof path, "/proc/%d/ns/user", (int)pid);
         if ((fd = open(path, O_RDONLY | O_CLOEXEC)) < 0)
             fail_errno("%s", path);
@@ -135,4 +110,96 @@ int user_namespace(struct span uids, struct span gids)
     if (pid > 0)
         waitpid(pid, NULL, 0);
     return fd;
+}
+
+/* Mount a copy of the mount at `path` on the new directory `target`, with other ids. */
+static int attach_mapped(const char *path, const char *target, int namespace, bool writable)
+{
+    if (mkdir(target, 0700))
+        return fail_errno("%s", target);
+    int tree = clone_tree(AT_HERE, path, false);
+    if (tree < 0)
+        return -1;
+    int failed = set_attributes(tree, ATTR_IDMAP | (writable ? 0 : ATTR_RDONLY), false, namespace) || attach(tree, target);
+    close(tree);
+    return failed ? -1 : 0;
+}
+
+/* Mount a layer, `SHIFT PATH`: its files have the ids that the pod sees, plus SHIFT in layers of earlier versions. */
+static int attach_layer(struct span layer, const char *target, const struct ids *ids)
+{
+    char text[PATH_MAX], *path;
+    if (!text_of(layer, text, sizeof text))
+        return fail(EINVAL, "the path of a layer is too long");
+    struct ids shifted = {(uint32_t)strtoul(text, &path, 10), ids->first, ids->count, 0, false, -1};
+    if (path == text || *path++ != ' ' || !*path)
+        return fail(EINVAL, "a layer is not `SHIFT PATH`");
+    if (shifted.inside && (shifted.namespace = user_namespace(&shifted)) < 0)
+        return -1;
+    int failed = attach_mapped(path, target, shifted.inside ? shifted.namespace : ids->namespace, false);
+    if (shifted.inside)
+        close(shifted.namespace);
+    return failed;
+}
+
+static int attach_layers(const struct request *r, const struct ids *ids)
+{
+    char target[32];
+    struct span value;
+    int key, count = 0;
+    for (size_t at = 0; next_field(r, &at, &key, &value);) {
+        if (key != ZYGOTE_MAPPED)
+            continue;
+        snprintf(target, sizeof target, STAGE "/l%d", count++);
+        if (attach_layer(value, target, ids))
+            return -1;
+    }
+    return 0;
+}
+
+static int stage_tmpfs(const struct request *r)
+{
+    char size[32], inodes[32];
+    struct option options[3] = {{"mode", "0755"}};
+    size_t count = 1;
+    if (field(r, ZYGOTE_SIZE).data) {
+        snprintf(size, sizeof size, "%lld", (long long)number(r, ZYGOTE_SIZE, 0));
+        options[count++] = (struct option){"size", size};
+    }
+    if (field(r, ZYGOTE_INODES).data) {
+        snprintf(inodes, sizeof inodes, "%lld", (long long)number(r, ZYGOTE_INODES, 0));
+        options[count++] = (struct option){"nr_inodes", inodes};
+    }
+    int fresh = new_mount("tmpfs", options, count, ATTR_NODEV);
+    int failed = fresh < 0 || attach(fresh, STAGE);
+    if (fresh >= 0)
+        close(fresh);
+    return failed ? -1 : 0;
+}
+
+/* Everything is attached below the stage, and only while the pod is created.
+ *
+ * The kernel copies every mount of this namespace into each new pod's, so a thousand pods must not mean a thousand
+ * mounts here. One unmount of the stage detaches all: each costs an RCU grace period. */
+int stage_files(const struct request *r, const struct ids *ids, int *tree)
+{
+    static const char *const directories[] = {STAGE, STAGE "/u", STAGE "/w"};
+    char upper[PATH_MAX];
+    struct span disk = field(r, ZYGOTE_UPPER);
+    uid_t owner = ids->own ? 0 : ids->first;
+    if (stage_tmpfs(r))
+        return -1;
+    int failed = disk.data && !text_of(disk, upper, sizeof upper) ? fail(EINVAL, "the upper directory is no path") : 0;
+    for (int i = 0; i < 3 && !disk.data && !failed; i++)
+        if ((i && mkdir(directories[i], 0755)) || chmod(directories[i], 0755) || chown(directories[i], owner, owner))
+            failed = fail_errno("prepare %s", directories[i]);
+    if (!failed && !disk.data)
+        failed = (*tree = clone_tree(AT_HERE, STAGE, false)) < 0;
+    if (!failed && ids->own)
+        failed = attach_mapped(disk.data ? upper : STAGE, STAGED_WRITES, ids->namespace, true);
+    if (failed || attach_layers(r, ids)) {
+        umount2(STAGE, MNT_DETACH);
+        return -1;
+    }
+    return 0;
 }

@@ -11,8 +11,9 @@
 #include "processes.h"
 #include "zygote.h"
 
+/* The cgroup namespace follows when the process is in its groups: its root is where its creator is. */
 static const unsigned long NAMESPACES = CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC |
-                                        CLONE_NEWUTS | CLONE_NEWCGROUP;
+                                        CLONE_NEWUTS;
 static const uint64_t INTO_CGROUP = 0x200000000ull;
 
 #ifndef SYS_clone3
@@ -107,17 +108,12 @@ void reap_pods(void)
 /* ---------------------------------------------------------------------------------------------- creating */
 
 /* Set the id maps and control groups of a new process, and let it continue. */
-static int configure_child(const struct request *r, pid_t pid, int go, bool moved)
+static int configure_child(const struct request *r, pid_t pid, int go, bool moved, const struct ids *ids)
 {
-    struct span uids = field(r, ZYGOTE_UIDMAP), gids = field(r, ZYGOTE_GIDMAP), value;
+    struct span value;
     char path[PATH_MAX], text[16];
     int key;
-    if (zygote.namespaces && write_map(pid, "uid_map", uids.data, uids.size))
-        return -1;
-    if (zygote.namespaces && (getuid() || (gids.data && memmem(gids.data, gids.size, " 1\n", 3))) &&
-        write_map(pid, "setgroups", "deny", 4))
-        return -1;
-    if (zygote.namespaces && write_map(pid, "gid_map", gids.data, gids.size))
+    if (ids && map_ids(pid, ids))
         return -1;
     int size = snprintf(text, sizeof text, "%d", (int)pid);
     for (size_t at = 0; next_field(r, &at, &key, &value);)
@@ -155,14 +151,26 @@ static pid_t clone_into(const struct request *r, bool *moved)
     return (pid_t)syscall(SYS_clone, flags | SIGCHLD, 0, 0, 0, 0);
 }
 
+/* Change the effective user; files are still accessed as root. */
+static int change_user(uid_t user)
+{
+    int failed = (int)syscall(SYS_setresuid, -1, user, -1);
+    syscall(SYS_setfsuid, 0);
+    return failed;
+}
+
 /* Clone the first process of a pod; return its pid or -1. The child sets itself up; this does not wait for it. */
-pid_t clone_pod(const struct request *r, struct pod_setup *setup)
+pid_t clone_pod(const struct request *r, struct pod_setup *setup, const struct ids *ids)
 {
     int go[2];
     if (pipe2(go, O_CLOEXEC))
         return fail_errno("make a pipe");
     bool moved = false;
+    /* What a user namespace uses of inotify, signals and the like is charged to the user that created it, too. */
+    bool as_pod = ids && ids->own && zygote.keeps_capabilities && !change_user(ids->first);
     pid_t pid = clone_into(r, &moved);
+    if (as_pod && pid != 0)
+        change_user(0);
     if (pid == 0) {
         close(go[1]);
         close(zygote.liveness_w);
@@ -171,7 +179,7 @@ pid_t clone_pod(const struct request *r, struct pod_setup *setup)
     }
     if (pid < 0)
         fail_errno("clone into new namespaces");
-    else if (configure_child(r, pid, go[1], moved)) {
+    else if (configure_child(r, pid, go[1], moved, ids)) {
         kill_and_wait(pid);
         pid = -1;
     }
@@ -193,7 +201,7 @@ int fork_pod(struct pod *pod, const struct request *r, struct pod_setup *setup)
     setup->channel = channel[1], setup->broker = broker[0], pod->channel = channel[0];
     if (!failed && setup->proxy >= 0 && !(pod->broker = fork()))
         run_broker(r, broker[1], parent);
-    pod->pid = failed ? -1 : clone_pod(r, setup);
+    pod->pid = failed ? -1 : clone_pod(r, setup, NULL);
     pod->group = group.data ? strndup((const char *)group.data, group.size) : NULL;
     for (int i = 0; i < 2; i++)
         if (broker[i] >= 0)

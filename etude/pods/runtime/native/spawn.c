@@ -302,6 +302,7 @@ __attribute__((noreturn, noinline)) static void exec_program(struct start *s)
         goto failed;
     umask(022);
     setsid();
+    syscall(SYS_prlimit64, 0, RLIMIT_NOFILE, &guest.program_files, NULL);
     s->step = IN_IDENTITY;
     if (s->as_user && set_identity(s))
         goto failed;

@@ -74,6 +74,42 @@ static int add_layer(struct layer **list, const char *name)
 
 /* ------------------------------------------------------------------------------------------------ requests */
 
+/* Choose the ids of a new pod: with OWN_IDS the first range that no other pod has. */
+static int choose_ids(const struct request *r, struct pod *pod, struct ids *ids)
+{
+    bool taken[MAX_SLOTS] = {false};
+    *ids = (struct ids){
+        .first = (uint32_t)number(r, ZYGOTE_OWNER, 0), .count = (uint32_t)number(r, ZYGOTE_IDS, 1), .namespace = -1};
+    ids->own = number(r, ZYGOTE_FLAGS, 0) & OWN_IDS;
+    for (struct pod *other = zygote.pods; other; other = other->next)
+        taken[other->slot] = true;
+    while (ids->own && ids->slot < MAX_SLOTS - 1 && taken[ids->slot])
+        ids->slot++;
+    pod->slot = ids->slot;
+    ids->first += (uint32_t)ids->slot * ids->count;
+    if (getuid() || ids->count == 1)
+        return 0;
+    int *namespace = &zygote.namespaces_of[ids->slot];
+    if (!*namespace && (*namespace = user_namespace(ids)) < 0) {
+        *namespace = 0;
+        return -1;
+    }
+    ids->namespace = *namespace;
+    return 0;
+}
+
+/* Clone a pod in namespaces; return its pid or -1. */
+static pid_t create_isolated(const struct request *r, struct pod *pod, struct pod_setup *setup)
+{
+    struct ids ids;
+    if (choose_ids(r, pod, &ids) || stage_files(r, &ids, &pod->tree))
+        return -1;
+    setup->own_ids = ids.own;
+    pid_t pid = clone_pod(r, setup, &ids);
+    umount2(STAGE, MNT_DETACH);
+    return pid;
+}
+
 static int create(const struct request *r, const int *descriptors, struct reply *reply)
 {
     char name[NAME];
@@ -87,16 +123,10 @@ static int create(const struct request *r, const int *descriptors, struct reply 
         return fail(ENOMEM, "%s", error_text(ENOMEM));
     setup.listener = descriptors[0], setup.proxy = descriptors[1], setup.channel = setup.broker = -1;
     pod->tree = pod->channel = -1;
-    if (!zygote.namespaces) {
+    if (zygote.namespaces)
+        pod->pid = create_isolated(r, pod, &setup);
+    else
         fork_pod(pod, r, &setup);
-    } else if (field(r, ZYGOTE_UPPER).data) {
-        pod->pid = clone_pod(r, &setup);
-    } else {
-        pod->tree = stage_memory(r);
-        pod->pid = pod->tree < 0 ? -1 : clone_pod(r, &setup);
-        if (pod->tree >= 0)
-            umount2(STAGE, MNT_DETACH);
-    }
     if (pod->pid < 0) {
         drop_pod(pod);
         return -1;
@@ -168,51 +198,17 @@ static int fetch(const struct request *r, const int *descriptors, struct reply *
 
 static int drop(const struct request *r, const int *descriptors, struct reply *reply)
 {
-    struct { struct layer **known; const char *directory; } kinds[] = {
-        {&zygote.memory, MEMORY}, {&zygote.mapped, MAPPED}};
     char name[NAME], path[NAME + 16];
     (void)descriptors, (void)reply;
     if (name_of(r, ZYGOTE_LAYER, name))
         return -1;
-    for (int i = 0; i < 2; i++) {
-        struct layer **at = find_layer(kinds[i].known, name), *layer = *at;
-        if (!layer)
-            continue;
-        *at = layer->next;
-        free(layer);
-        snprintf(path, sizeof path, "%s/%s", kinds[i].directory, name);
-        if (umount2(path, MNT_DETACH) || rmdir(path))
-            return fail_errno("unmount %s", path);
-    }
-    return 0;
-}
-
-/* Mount a layer with the owners that a pod's user namespace expects. */
-static int map_layer(const struct request *r, const int *descriptors, struct reply *reply)
-{
-    char name[NAME], target[NAME + 16], path[PATH_MAX];
-    (void)descriptors, (void)reply;
-    if (name_of(r, ZYGOTE_LAYER, name))
-        return -1;
-    if (*find_layer(&zygote.mapped, name))
+    struct layer **at = find_layer(&zygote.memory, name), *layer = *at;
+    if (!layer)
         return 0;
-    if (!text_of(field(r, ZYGOTE_PATH), path, sizeof path) || !*path)
-        return fail(EINVAL, "the layer has no path");
-    if (!zygote.id_maps) { /* the first request: a state directory has one pair of maps */
-        int namespace = user_namespace(field(r, ZYGOTE_UIDMAP), field(r, ZYGOTE_GIDMAP));
-        if (namespace < 0)
-            return -1;
-        zygote.id_maps = namespace;
-    }
-    snprintf(target, sizeof target, MAPPED "/%s", name);
-    if (mkdir(target, 0700) && errno != EEXIST)
-        return fail_errno("%s", target);
-    int tree = clone_tree(AT_HERE, path, false);
-    if (tree < 0)
-        return -1;
-    int failed = set_attributes(tree, ATTR_IDMAP | ATTR_RDONLY, false, zygote.id_maps) || attach(tree, target);
-    close(tree);
-    return failed ? -1 : add_layer(&zygote.mapped, name);
+    *at = layer->next;
+    free(layer);
+    snprintf(path, sizeof path, MEMORY "/%s", name);
+    return umount2(path, MNT_DETACH) || rmdir(path) ? fail_errno("unmount %s", path) : 0;
 }
 
 static int status(const struct request *r, const int *descriptors, struct reply *reply)
@@ -255,7 +251,7 @@ typedef int (*handler)(const struct request *, const int *descriptors, struct re
 
 static bool dispatch(struct connection *from, const struct request *r)
 {
-    static const handler handlers[] = {create, kill_pod, seal, fetch, drop, map_layer, status, stop};
+    static const handler handlers[] = {create, kill_pod, seal, fetch, drop, NULL, status, stop};
     struct buffer frame = {0};
     struct reply reply = {&frame, -1};
     int descriptors[2] = {-1, -1}, *pending = from->descriptors;
@@ -264,8 +260,8 @@ static bool dispatch(struct connection *from, const struct request *r)
     memcpy(descriptors, pending, (size_t)wanted * sizeof(int));
     memmove(pending, pending + wanted, (size_t)(from->descriptor_count -= wanted) * sizeof(int));
     size_t mark = begin_frame(&frame, OK, r->call);
-    int failed = r->op < CREATE || r->op > STOP ? fail(EINVAL, "unknown request %d", r->op)
-                                                 : handlers[r->op - CREATE](r, descriptors, &reply);
+    handler handle = r->op < CREATE || r->op > STOP ? NULL : handlers[r->op - CREATE];
+    int failed = handle ? handle(r, descriptors, &reply) : fail(EINVAL, "unknown request %d", r->op);
     if (failed) {
         frame.size = 0;
         put_failure(&frame, r->call);

@@ -13,6 +13,14 @@ enum {
     ATTR_RDONLY = 1, ATTR_NOSUID = 2, ATTR_NODEV = 4, ATTR_IDMAP = 0x100000,
 };
 
+/* The ids of a pod: `count` from `inside` on, 0 but for some layers, are those from `first` on outside. */
+struct ids {
+    uint32_t inside, first, count;
+    int slot;          /* which of the ranges; 0 where pods share one */
+    bool own;          /* no other pod has them, and what it writes is stored with the ids that it sees */
+    int namespace;     /* a user namespace with this map, to mount layers by; or -1 */
+};
+
 /* A file system option; without a value it is a flag. */
 struct option {
     const char *name, *value;
@@ -28,14 +36,16 @@ int set_attributes(int tree, uint64_t attributes, bool recursive, int user_names
 int write_to(const char *path, const void *text, size_t size);
 /* Write a file of a process in /proc. */
 int write_map(pid_t pid, const char *file, const void *text, size_t size);
-/* Mount a pod's tmpfs at the stage and return a detached copy. */
-int stage_memory(const struct request *r);
-/* Return a descriptor of a user namespace with these maps. */
-int user_namespace(struct span uids, struct span gids);
+/* Mount what a pod writes to, and its layers with its ids, at the stage; `*tree` is a detached copy of its tmpfs. */
+int stage_files(const struct request *r, const struct ids *ids, int *tree);
+/* Write the id map of a new user namespace. */
+int map_ids(pid_t pid, const struct ids *ids);
+/* Return a descriptor of a user namespace with this map. */
+int user_namespace(const struct ids *ids);
 
 #define STAGE "stage"
-#define MEMORY "memory"
-#define MAPPED "mapped"
+#define STAGED_WRITES STAGE "/m"
+#define MEMORY "memory-2"
 #define ROOT "root"
 
 /* Descriptors and limits that a new pod's first process inherits from the zygote. */
@@ -43,7 +53,8 @@ struct pod_setup {
     int listener; /* the guest init's socket */
     int go;       /* a byte arrives when the ids are mapped */
     int liveness; /* a pipe that closes when the zygote dies */
-    struct rlimit files; /* the limit before the zygote raised its own */
+    struct rlimit files; /* of the pod's programs; the guest init keeps the zygote's */
+    bool own_ids;
     /* of a pod without namespaces; -1 where there is none */
     int proxy;           /* the listening socket of its egress proxy */
     int channel;         /* to the zygote */
@@ -61,6 +72,7 @@ __attribute__((noreturn)) void run_broker(const struct request *spec, int channe
 enum {
     MAX_CONNECTIONS = 256,
     MAX_DESCRIPTORS = 8, /* of one message */
+    MAX_SLOTS = 2048,    /* ranges of ids; more pods share them */
     NAME = 200,          /* bytes of the name of a pod or layer */
 };
 
@@ -70,6 +82,7 @@ struct pod {
     char name[NAME];
     pid_t pid, broker;
     int tree, channel; /* or -1 */
+    int slot;          /* its range of ids */
     bool alive;
     char *group; /* its v2 control group, or NULL */
 };
@@ -90,8 +103,9 @@ struct zygote {
     int listener, signals, liveness_w;
     struct pod_setup setup;
     struct pod *pods;
-    struct layer *memory, *mapped;
-    int id_maps; /* a user namespace with the id maps of pods, or 0 */
+    struct layer *memory;
+    int namespaces_of[MAX_SLOTS]; /* a user namespace with the ids of a slot, or 0 */
+    bool keeps_capabilities;      /* when it changes its user */
     struct connection connections[MAX_CONNECTIONS];
     int connected;
     bool namespaces, running;
@@ -105,9 +119,12 @@ struct pod *find_pod(const char *name);
 void drop_pod(struct pod *pod);
 int end_pod(struct pod *pod);
 void reap_pods(void);
-pid_t clone_pod(const struct request *r, struct pod_setup *setup);
+pid_t clone_pod(const struct request *r, struct pod_setup *setup, const struct ids *ids);
 int fork_pod(struct pod *pod, const struct request *r, struct pod_setup *setup);
 
+int lower_limit(int kind, rlim_t most);
+/* Lower the limits that the kernel counts by user, unless no other pod has the user; `pids` 0: no limit. */
+int limit_user(bool own_user, int64_t pids);
 /* Exit if the zygote died before the kernel knew that we end with it. */
 void exit_if_orphaned(const struct pod_setup *setup);
 /* Drop all capabilities but `keep` irreversibly, in the bounding set too if requested. */
