@@ -14,6 +14,7 @@ import argparse
 import ast
 import asyncio
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -23,12 +24,15 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.local_files import LocalFiles
 from etude.harness.search import bm25, index
 from etude.harness.search.cache import default_directory
 from etude.harness.search.chunks import chunk_text
 from etude.harness.search.index import CodeIndex, RankedChunk
 from etude.harness.search.searcher import CodebaseSearcher, open_searcher
-from etude.harness.search.source import FileEntry, LocalFiles
+from etude.harness.search.source import FileEntry
 
 Questions = Sequence[tuple[str, str]]  # question, and the symbols that answer it: `path:Class.method path:function`
 
@@ -217,7 +221,7 @@ def main() -> None:
     parser.add_argument("--code", action="store_true")
     arguments = parser.parse_args()
     if arguments.code:
-        index.embedded_text = lambda chunk, lines, _: f"{chunk.path} {chunk.name}\n{chunk_text(chunk, lines)}"
+        vars(index)["embedded_text"] = lambda chunk, lines, _: f"{chunk.path} {chunk.name}\n{chunk_text(chunk, lines)}"
     with tempfile.TemporaryDirectory() as empty:
         asyncio.run(compare(Path(empty) if arguments.cold else default_directory(), arguments.misses))
 

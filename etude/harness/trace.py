@@ -174,8 +174,14 @@ class SegmentBuilder:
         return self._add(tokens, True, logprobs, raw, versions)
 
     def set_routing(self, routing: npt.NDArray[np.unsignedinteger] | None) -> None:
-        """Set the routed experts of all tokens processed so far. Known tokens keep theirs: those experts ran."""
+        """Set the routed experts of all tokens processed so far.
+
+        Known tokens keep theirs, which ran when they were sampled, unless the weights changed on the way: then the
+        sampler may have recomputed its cache, and the newest tokens attended to the experts that it reports now.
+        """
         if routing is not None and len(routing) > self._routed:
+            if len({*self._versions} - {NO_VERSION}) > 1:
+                self._routing, self._routed = [], 0
             self._routing.append(routing[self._routed :])
             self._routed = len(routing)
 

@@ -29,7 +29,7 @@ from etude.pods import open_fleet
 from etude.pods.fleet import Fleet
 from etude.pods.pod import Pod, Unsupported
 
-CHECK_S = 60.0  # of one check; none takes more than a few seconds on an idle machine
+CHECK_S = 180.0  # of one check; none takes more than a few seconds on an idle machine
 
 
 class PodTools:

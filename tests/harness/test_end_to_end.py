@@ -5,13 +5,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import numpy as np
+from replay_policy import ReplayPolicy
 from session_helpers import call, chatml, says
 
 from etude.chat.messages import Message
 from etude.harness.budget import Budget
 from etude.harness.model_client import TokenModelClient
 from etude.harness.prompt import SessionRequest
-from etude.harness.scripted_policy import ReplayPolicy, ScriptedPolicy
+from etude.harness.scripted_policy import ScriptedPolicy
 from etude.harness.session import SessionSpec
 from etude.harness.session_factory import open_session
 from etude.harness.trace import Trace

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from agent_workspace import ETUDE, AgentWorkspace, make_workspace, open_pods, tiny_checkpoint
+from replay_policy import ReplayPolicy
 from session_helpers import call, chatml, says
 
 from etude.agent import conversation
@@ -23,7 +24,7 @@ from etude.harness.model_options import ModelOptions
 from etude.harness.open_client import OpenedModel
 from etude.harness.profile import AgentProfile
 from etude.harness.prompt import SessionRequest
-from etude.harness.scripted_policy import ReplayPolicy, ScriptedPolicy
+from etude.harness.scripted_policy import ScriptedPolicy
 from etude.harness.session import SessionSpec
 from etude.harness.session_factory import open_session
 from etude.harness.trace import Trace

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.local_files import LocalFiles
 from etude.harness.search.model_package import PACKAGE, find_model
 from etude.harness.search.render import render_result
 from etude.harness.search.searcher import CodebaseSearcher, open_searcher
-from etude.harness.search.source import LocalFiles
 
 QUESTIONS = [
     ("find template text inside an installed python package", "PackageLoader"),

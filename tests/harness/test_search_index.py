@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.local_files import LocalFiles
 from etude.errors import EtudeError, InputError
 from etude.harness.search import bm25
 from etude.harness.search.cache import VectorCache
@@ -20,7 +22,7 @@ from etude.harness.search.embedder import Embedder
 from etude.harness.search.index import CodeIndex, fuse, top_scores
 from etude.harness.search.render import render_result
 from etude.harness.search.searcher import CodebaseSearcher, SearchResult
-from etude.harness.search.source import FileEntry, LocalFiles, SearchLimits, select, within
+from etude.harness.search.source import FileEntry, SearchLimits, select, within
 
 
 class WordEncoder:
@@ -30,12 +32,17 @@ class WordEncoder:
     dimensions = 32
     batch = 16
 
-    def __init__(self, pause_s: float = 0.0) -> None:
+    def __init__(self, pause_s: float = 0.0, free_calls: float = math.inf) -> None:
         self.texts: list[str] = []
         self.pause_s = pause_s
+        self.free_calls = free_calls  # further calls wait for `go`
+        self.go = threading.Event()
 
     def encode(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
         time.sleep(self.pause_s)
+        self.free_calls -= 1
+        if self.free_calls < 0:
+            assert self.go.wait(120)
         self.texts += texts
         return np.stack([self.one(text) for text in texts])
 
@@ -165,12 +172,13 @@ def test_many_sessions_that_start_at_once_embed_a_text_once() -> None:
 
 def test_a_search_returns_at_its_time_limit_and_reports_how_much_was_embedded() -> None:
     async def main() -> None:
-        encoder = WordEncoder(pause_s=0.1)
-        one = searcher(encoder, max_wait_s=0.5)
+        encoder = WordEncoder(free_calls=3)
+        one = searcher(encoder, max_wait_s=2.0)
         files = Files({f"m{n}.py": f"def f{n}():\n    return {n}\n" for n in range(200)})
         found = await one.search(files, "f150")
         assert found.hits[0].chunk.path == "m150.py"
         assert 0 < found.embedded < 200
+        encoder.go.set()
         assert f"{found.embedded} chunks were searched by meaning" in render_result(found)
         await one.prepare(files)  # what was going on in the background is not done again
         assert len(encoder.texts) == 201
@@ -218,13 +226,12 @@ def test_a_model_that_fails_is_an_error_that_says_so() -> None:
 
 def test_the_event_loop_runs_on_while_texts_are_encoded() -> None:
     async def main() -> None:
-        ticks = 0
-        encoder = WordEncoder(pause_s=0.1)
+        encoder = WordEncoder(free_calls=0)
         task = asyncio.create_task(searcher(encoder).prepare(Files(FUNCTIONS)))
-        while not task.done():
-            await asyncio.sleep(0.005)
-            ticks += 1
-        assert ticks > 10
+        while encoder.free_calls == 0:
+            await asyncio.sleep(0)
+        encoder.go.set()  # set by the loop while the encoder waits for it
+        await task
         assert threading.main_thread() is threading.current_thread()
 
     asyncio.run(main())

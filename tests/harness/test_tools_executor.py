@@ -208,21 +208,27 @@ def test_malformed_calls_get_an_error_class(pods: PodFixture) -> None:
 
 def test_reads_run_concurrently_writes_alone_and_outcomes_keep_the_order(pods: PodFixture) -> None:
     async def check(tools: PodTools) -> None:
-        jobs = [tools.make_call("run_terminal_cmd", command="sleep 0.5", block_until_ms=0) for _ in range(3)]
+        waiting = "until [ -e go ]; do sleep 0.05; done"
+        jobs = [tools.make_call("run_terminal_cmd", command=waiting, block_until_ms=0) for _ in range(3)]
         await tools.executor.run(jobs)
-        waits = [tools.make_call("await", job_id=str(n)) for n in (3, 2, 1)]
+        before = tools.executor.pod_seconds
+        waits = asyncio.create_task(
+            tools.executor.run([tools.make_call("await", job_id=str(n), block_until_ms=600_000) for n in (3, 2, 1)])
+        )
+        await asyncio.sleep(0.5)
+        await tools.pod.write(f"{tools.root}/go", "")
+        outcomes = await waits
+        assert [outcome.facts["job"] for outcome in outcomes] == ["3", "2", "1"]
+        # One after the other, the first would have waited and the others found their jobs ended.
+        assert sum(outcome.seconds for outcome in outcomes) > 1.5 * (tools.executor.pod_seconds - before)
         edits = [
             tools.make_call("search_replace", file_path="a", old_string=f"v{n}", new_string=f"v{n + 1}")
             for n in range(5)
         ]
         reads = [tools.make_call("read_file", target_file="a")] * 3
-        before = tools.executor.pod_seconds
-        outcomes = await tools.executor.run([*waits, reads[0], *edits[:3], reads[1], *edits[3:], reads[2]])
-        assert [outcome.error for outcome in outcomes] == [None] * 11
-        assert [outcome.facts["job"] for outcome in outcomes[:3]] == ["3", "2", "1"]
-        assert [outcomes[n].text for n in (3, 7, 10)] == ["1|v0", "1|v3", "1|v5"]
-        assert sum(outcome.seconds for outcome in outcomes[:3]) > 0.9  # each took its half second,
-        assert 0.2 < tools.executor.pod_seconds - before < 0.9  # and all at once
+        outcomes = await tools.executor.run([reads[0], *edits[:3], reads[1], *edits[3:], reads[2]])
+        assert [outcome.error for outcome in outcomes] == [None] * 8
+        assert [outcomes[n].text for n in (0, 4, 7)] == ["1|v0", "1|v3", "1|v5"]
 
     pods.run(check, files={"a": "v0\n"})
 

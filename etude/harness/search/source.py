@@ -4,12 +4,8 @@ Search runs outside the pod, so data from a source is untrusted: paths are only 
 are bounded; a digest is trusted only for the source that gave it.
 """
 
-import asyncio
-import os
-import stat
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 from etude.globs import Globs
@@ -105,40 +101,3 @@ def within(directories: Collection[str]) -> Callable[[str], bool]:
     if not wanted or not {"", "."}.isdisjoint(wanted):
         return lambda path: True
     return Globs(f"/{each}" for each in wanted).matches
-
-
-class LocalFiles:
-    """The files of a local directory; links are not followed."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-
-    async def listing(self) -> Sequence[FileEntry]:
-        return await asyncio.to_thread(self._walk)
-
-    async def contents(self, paths: Sequence[str]) -> Mapping[str, bytes]:
-        return await asyncio.to_thread(self._read, paths)
-
-    def _walk(self) -> list[FileEntry]:
-        entries: list[FileEntry] = []
-        for directory, below, names in os.walk(self.root):
-            below[:] = sorted(name for name in below if name not in SKIPPED_DIRECTORIES)
-            for name in names:
-                path = Path(directory, name)
-                try:
-                    info = path.lstat()
-                except OSError:
-                    continue
-                if stat.S_ISREG(info.st_mode):
-                    digest = f"{info.st_ino}-{info.st_size}-{info.st_mtime_ns}"
-                    entries.append(FileEntry(path.relative_to(self.root).as_posix(), info.st_size, digest))
-        return entries
-
-    def _read(self, paths: Sequence[str]) -> dict[str, bytes]:
-        found: dict[str, bytes] = {}
-        for path in paths:
-            try:
-                found[path] = (self.root / path).read_bytes()
-            except OSError:
-                continue  # deleted since the listing
-        return found
