@@ -165,10 +165,9 @@ def run_agent(
     options: AgentOptions, words: list[str], resume: bool, print_mode: bool, apply: bool, as_json: bool
 ) -> int:
     """Start or resume a session; return the exit code."""
-    from rich.console import Console
-
     from etude.agent import session_store
     from etude.agent.screen import Screen
+    from etude.system.terminal import Console
 
     id = ""
     if resume:
@@ -217,8 +216,8 @@ def resume_options(options: AgentOptions, record: SessionRecord) -> AgentOptions
 
 def print_sessions(directory: Path, as_json: bool) -> None:
     """Print the sessions of a directory, newest first."""
-    from etude.agent.screen import escape_control
     from etude.agent.session_store import sessions_of_directory
+    from etude.system.terminal import escape_control
 
     found = sessions_of_directory(directory)
     if as_json:

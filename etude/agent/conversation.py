@@ -15,7 +15,7 @@ from typing import Any
 
 from etude.agent.changes import find_changes
 from etude.agent.options import AgentOptions
-from etude.agent.screen import Screen, call_title, escape_control
+from etude.agent.screen import Screen, call_title
 from etude.agent.session_store import SessionRecord, save_session, sessions_directory
 from etude.agent.upload import open_workspace, recent_files
 from etude.chat.messages import ToolCall
@@ -33,6 +33,7 @@ from etude.pods.fleet import open_fleet
 from etude.pods.pod import Egress, Pod, Unsupported
 from etude.pods.runtime.unisolated import open_unisolated
 from etude.pods.workspace import ApplyResult, FileChange, FileState, apply_to_directory, apply_to_pod, remove_if_exists
+from etude.system.terminal import escape_control
 
 POD_TIMEOUT_S = 120.0  # how long to wait for a pod on a full machine
 TICK_S = 0.1

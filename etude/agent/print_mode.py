@@ -9,8 +9,9 @@ from typing import Any
 from etude.agent.changes import format_patch
 from etude.agent.conversation import LoadedSession, open_conversation
 from etude.agent.options import AgentOptions
-from etude.agent.screen import Screen, escape_control
+from etude.agent.screen import Screen
 from etude.harness.trace import Trace
+from etude.system.terminal import escape_control
 
 INTERRUPTED = 130  # exit code
 

@@ -4,13 +4,11 @@ Text from models, tools and files is untrusted: control characters that could mo
 shown as visible symbols. Without a terminal there are no colours and no spinner.
 """
 
-import re
 import threading
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console
 from rich.text import Text
 
 from etude.agent.changes import count_changed_lines, describe_change, find_renames
@@ -18,6 +16,7 @@ from etude.chat.messages import StreamPart, ToolCall
 from etude.harness.tools.tool import ToolOutcome
 from etude.harness.trace import Cost, Step
 from etude.pods.workspace import FileChange
+from etude.system.terminal import Console, escape_control
 
 DEFAULT_WIDTH = 160  # characters of a line without a terminal
 SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
@@ -26,22 +25,6 @@ MAIN_ARGUMENTS = (
     *("command", "target_file", "file_path", "glob_pattern", "pattern", "query", "search_term", "url", "job_id"),
     *("bash_id", "shell_id", "target_directory", "path", "paths"),
 )
-# C0 and C1 except newline and tab; bidirectional controls; lone surrogates.
-CONTROL_CHARACTERS = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
-)
-
-
-def escape_control(text: str) -> str:
-    """Return the text with control characters replaced by visible symbols."""
-    return CONTROL_CHARACTERS.sub(_control_picture, text.replace("\r\n", "\n"))
-
-
-def _control_picture(found: re.Match[str]) -> str:
-    code = ord(found[0])
-    if code < 0x20:
-        return chr(0x2400 + code)
-    return "␡" if code == 0x7F else "\ufffd" if 0xD800 <= code < 0xE000 else f"\\u{code:04x}"
 
 
 def call_title(call: ToolCall) -> str:

@@ -15,12 +15,13 @@ from etude.agent.changes import format_file_patch, format_patch
 from etude.agent.conversation import AgentConversation, LoadedSession, open_conversation
 from etude.agent.options import AgentOptions
 from etude.agent.permission import Permissions
-from etude.agent.screen import Screen, call_title, escape_control
+from etude.agent.screen import Screen, call_title
 from etude.chat.messages import ToolCall
 from etude.errors import EtudeError
 from etude.harness.tools.tool import Tool
 from etude.pods.pod import PodGone
 from etude.pods.workspace import FileChange
+from etude.system.terminal import escape_control
 
 T = TypeVar("T")
 MAX_PATCH_LINES = 120  # shown without /diff

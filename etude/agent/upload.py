@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import os
 import stat
-import subprocess
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -18,10 +17,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from etude.errors import EtudeError, InputError
+from etude.errors import InputError
 from etude.pods.fleet import Fleet
 from etude.pods.pod import Pod
 from etude.pods.workspace import FileState, is_workspace_path, read_state
+from etude.system.git import run_git
 from etude.system.run_limited import run_limited
 
 MAX_FILES = 100_000
@@ -163,18 +163,16 @@ def walk_files(directory: Path, below: str = "") -> Iterator[str]:
 
 def is_work_tree(directory: Path) -> bool:
     """Return whether the directory belongs to a git work tree; an error if it does and git is not installed."""
+    if not any(os.path.lexists(parent / ".git") for parent in (directory, *directory.parents)):
+        return False
     try:
         if run_git(directory, "rev-parse", "--is-inside-work-tree").strip() != b"true":
             return False
-        with contextlib.suppress(EtudeError):  # raised if the directory is not ignored
+        with contextlib.suppress(InputError):  # raised if the directory is not ignored
             run_git(directory, "check-ignore", "-q", str(directory))
             return False  # ignored by the enclosing repository: an ordinary directory
         return True
-    except FileNotFoundError:
-        if any((parent / ".git").exists() for parent in (directory, *directory.parents)):
-            raise InputError(f"{directory} is a git work tree, but git is not installed; install it") from None
-        return False
-    except EtudeError as error:
+    except InputError as error:
         if "not a git repository (or any" in str(error):
             return False
         # Owned by another user, or damaged. Treated as a plain directory, its ignored files would be uploaded.
@@ -237,9 +235,7 @@ def recent_files(directory: Path) -> tuple[str, ...]:
     """Return the files with uncommitted changes, newest first."""
     if not is_work_tree(directory):
         return ()
-    names = run_git(
-        directory, "ls-files", "-z", "-mo", "--exclude-standard", settings=disabled_filters(directory)
-    ).split(b"\0")
+    names = run_git(directory, "ls-files", "-z", "-mo", "--exclude-standard").split(b"\0")
     times = {}
     for name in filter(None, map(os.fsdecode, names)):
         with contextlib.suppress(OSError):
@@ -247,32 +243,6 @@ def recent_files(directory: Path) -> tuple[str, ...]:
             if stat.S_ISREG(info.st_mode) and name.isprintable():
                 times[name] = info.st_mtime_ns
     return tuple(sorted(times, key=lambda name: (-times[name], name))[:MAX_RECENT_FILES])
-
-
-def disabled_filters(directory: Path) -> dict[str, str]:
-    """Return settings that disable the repository's filters, which git would run to tell whether a file has changed."""
-    keys = os.fsdecode(run_git(directory, "config", "--list", "--name-only", "-z")).split("\0")
-    drivers = {key.rpartition(".")[0] for key in keys if key.startswith("filter.") and key.count(".") > 1}
-    off = {"clean": "", "process": "", "required": "false"}
-    return {f"{driver}.{name}": value for driver in sorted(drivers) for name, value in off.items()}
-
-
-def run_git(directory: Path, *command: str, settings: Mapping[str, str] | None = None) -> bytes:
-    """Return the output of a git command, without the repository's filters; a partial clone can still run a program."""
-    dropped = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_OBJECT_DIRECTORY")
-    environment = {key: value for key, value in os.environ.items() if key not in dropped} | {
-        "GIT_OPTIONAL_LOCKS": "0",
-        "LC_ALL": "C",  # its error messages are parsed
-    }
-    given = {"core.fsmonitor": "false", **(settings or {})}
-    first = int(environment.get("GIT_CONFIG_COUNT") or 0)
-    for number, (key, value) in enumerate(given.items(), first):  # not as -c options: a filter's name may contain "="
-        environment |= {f"GIT_CONFIG_KEY_{number}": key, f"GIT_CONFIG_VALUE_{number}": value}
-    environment["GIT_CONFIG_COUNT"] = str(first + len(given))
-    done = subprocess.run(["git", "-C", str(directory), *command], capture_output=True, env=environment)
-    if done.returncode:
-        raise EtudeError(f"git {command[0]} in {directory}: {os.fsdecode(done.stderr).strip()}")
-    return done.stdout
 
 
 def check_size(directory: Path, files: Sequence[str], history: Sequence[tuple[str, Path]]) -> None:

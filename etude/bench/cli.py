@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from etude.errors import EtudeError, InputError, Interrupted
 from etude.harness.model_options import (
@@ -25,6 +24,7 @@ from etude.harness.model_options import (
     session_changes,
 )
 from etude.system.cores import usable_cores
+from etude.system.terminal import Console
 from etude.tasks.cli import Allow, BuildAllow, Maps, State, Variables, host_settings_from_options
 
 if TYPE_CHECKING:

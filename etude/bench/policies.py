@@ -118,14 +118,12 @@ class PolicyProfile:
 # ------------------------------------------------------------------------------------------- command line
 
 
-def parse_policies(
-    policies: Sequence[str], key_envs: Sequence[str] = (), option: str = "--policy"
-) -> tuple[BenchPolicy, ...]:
+def parse_policies(policies: Sequence[str], key_envs: Sequence[str] = ()) -> tuple[BenchPolicy, ...]:
     """Parse policies from `[NAME=]DIRECTORY` and `[NAME=]URL#MODEL`; their names must be unique."""
-    found = [_parse_policy(text, option) for text in policies]
+    found = [_parse_policy(text) for text in policies]
     twice = [name for name, count in Counter(each.name for each in found).items() if count > 1]
     if twice:
-        raise InputError(f"{option}: two policies are called {twice[0]}; name them, as in {option} base=DIRECTORY")
+        raise InputError(f"--policy: two policies are called {twice[0]}; name them, as in --policy base=DIRECTORY")
     keys = dict(_split_option(text, "--key-env", "NAME=VARIABLE", [each.name for each in found]) for text in key_envs)
     local = [each.name for each in found if each.directory is not None and each.name in keys]
     if local:
@@ -148,36 +146,36 @@ def parse_prices(texts: Sequence[str], names: Sequence[str]) -> dict[str, TokenP
     return prices
 
 
-def _parse_policy(text: str, option: str) -> BenchPolicy:
+def _parse_policy(text: str) -> BenchPolicy:
     name, location = "", text
     if not _is_url(text) and not Path(text).expanduser().is_dir():  # the path of a directory may contain "="
         name, equals, location = text.partition("=")
         name, location = (name, location) if equals else ("", text)
     if name and not re.fullmatch(r"[\w.-]+", name):
-        raise InputError(f"{option} {text}: the name {name!r} may contain only letters, digits, dots, - and _")
+        raise InputError(f"--policy {text}: the name {name!r} may contain only letters, digits, dots, - and _")
     if _is_url(location):
-        return _parse_endpoint(name, location, option)
+        return _parse_endpoint(name, location)
     directory = Path(location).expanduser()
     if not directory.is_dir():
         raise InputError(
-            f"{option} {text}: no such directory; expected a checkpoint's directory, or http://HOST/v1#MODEL"
+            f"--policy {text}: no such directory; expected a checkpoint's directory, or http://HOST/v1#MODEL"
         )
     directory = directory.resolve()
     return BenchPolicy(name or _slug(directory.name), directory)
 
 
-def _parse_endpoint(name: str, location: str, option: str) -> BenchPolicy:
+def _parse_endpoint(name: str, location: str) -> BenchPolicy:
     url, _, model = location.partition("#")
     parts = urlsplit(url)
     if "@" in parts.netloc or parts.query:  # the URL is written to the results
         raise InputError(
-            f"{option}: a URL with a password or a query; put the key in ${DEFAULT_KEY_ENV}, or in a variable named by "
+            f"--policy: a URL with a password or a query; put the key in ${DEFAULT_KEY_ENV}, or in a variable named by "
             "--key-env"
         )
     if not parts.hostname:
-        raise InputError(f"{option} {location}: expected a URL such as http://127.0.0.1:8000/v1#MODEL")
+        raise InputError(f"--policy {location}: expected a URL such as http://127.0.0.1:8000/v1#MODEL")
     if not model:
-        raise InputError(f"{option} {location}: no model; name it after a #, as in {url}#MODEL")
+        raise InputError(f"--policy {location}: no model; name it after a #, as in {url}#MODEL")
     return BenchPolicy(name or _slug(model), url=url.rstrip("/"), model=model)
 
 

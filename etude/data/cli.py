@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
@@ -18,6 +17,7 @@ from etude.data.filters import REASONS
 from etude.data.shards import Shards, read_manifest
 from etude.errors import InputError, Interrupted
 from etude.system.progress import progress_line
+from etude.system.terminal import Console
 
 app = typer.Typer(no_args_is_help=True)
 

@@ -118,13 +118,13 @@ def jaccard(first: Hashes, second: Hashes) -> float:
     return common / union if union else 0.0  # texts without words are duplicates only when they are equal
 
 
-def choose_bands(threshold: float, permutations: int = PERMUTATIONS) -> int:
+def choose_bands(threshold: float) -> int:
     """Return the fewest bands, hence the fewest false candidates, within MAX_MISS_PROBABILITY."""
-    for bands in range(1, permutations):
-        shared = min(threshold ** (permutations // bands), 1 - 1e-12)  # probability that one band is equal
+    for bands in range(1, PERMUTATIONS):
+        shared = min(threshold ** (PERMUTATIONS // bands), 1 - 1e-12)  # probability that one band is equal
         if bands * math.log1p(-shared) <= math.log(MAX_MISS_PROBABILITY):
             return bands
-    return permutations
+    return PERMUTATIONS
 
 
 def _shared_bands(signatures: npt.NDArray[np.uint32], threshold: float) -> dict[int, list[tuple[int, int]]]:

@@ -3,7 +3,7 @@
 `read_source` chooses the reader; each reader yields `File`s whose bytes are read on demand, so that a filter on names
 costs no reading. A repository is a directory with `.git` or a project file; in any other directory each sub-directory
 and each loose file is one; an archive is one; rows name theirs. Nothing is extracted to disk, no link is followed,
-and hooks and filters of a repository do not run (a partial clone can still make git run its upload program).
+and no program that a repository configures is run.
 """
 
 import contextlib
@@ -19,13 +19,11 @@ from pathlib import Path
 from etude.data.licences import is_licence
 from etude.data.sources import NAMED_SOURCES, SKIPPED_FOLDERS, locate_source
 from etude.errors import InputError
+from etude.system.git import git_command, git_environment, run_git
 
 PROJECT_FILES = ("pyproject.toml", "setup.py", "package.json", "Cargo.toml", "go.mod")
 ARCHIVES = (".zip", ".whl", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 ROWS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
-
-# git would start the fsmonitor program that a repository configures, and the repository may be untrusted.
-GIT = ("git", "-c", "core.fsmonitor=false", "--no-optional-locks")
 
 
 @dataclass(frozen=True)
@@ -104,7 +102,7 @@ def source_digest(source: str) -> str:
         found = path.stat()
         digest.update(f"{found.st_size} {found.st_mtime_ns}".encode())
     elif not path.is_dir() and (parts := _split_revision(source)) is not None:
-        digest.update(_git(parts[0], "rev-parse", "--verify", f"{parts[1]}^{{commit}}"))
+        digest.update(run_git(parts[0], "rev-parse", "--verify", f"{parts[1]}^{{commit}}"))
     else:
         for file in read_source(source):
             line = f"{file.repository}\0{file.path}\0{file.size}\0{file.mtime_ns}\n"
@@ -214,8 +212,15 @@ def _read_bytes(path: str) -> bytes:
 
 def _git_files(root: Path) -> list[str]:
     """Return tracked and untracked files, without those that .gitignore excludes."""
-    listed = _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--exclude=.*.partial/")
-    return sorted({os.fsdecode(path) for path in listed.split(b"\0") if path})
+    listed = run_git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--exclude=.*.partial/")
+    paths = sorted({os.fsdecode(path) for path in listed.split(b"\0") if path})
+    # a forged index names files outside: by "..", or below a symbolic link
+    folders = {os.path.dirname(path) for path in paths}
+    top = os.path.realpath(root)
+    inside = {
+        folder for folder in folders if os.path.realpath(f"{top}/{folder}") == os.path.join(top, folder).rstrip("/")
+    }
+    return [path for path in paths if os.path.dirname(path) in inside]
 
 
 def _split_revision(source: str) -> tuple[Path, str] | None:
@@ -228,15 +233,17 @@ def _split_revision(source: str) -> tuple[Path, str] | None:
 def _read_revision(root: Path, revision: str) -> Iterator[File]:
     """Read the files of one commit from git's object store: no checkout, no filter programs, no attributes."""
     name = root.resolve().name.removesuffix(".git")
-    commit = _git(root, "rev-parse", "--verify", f"{revision}^{{commit}}").decode().strip()
-    listed = _git(root, "ls-tree", "-r", "-l", "-z", "--full-tree", commit)
-    command = [*GIT, "-C", str(root), "cat-file", "--batch"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=_git_environment()) as objects:
+    commit = run_git(root, "rev-parse", "--verify", f"{revision}^{{commit}}").decode().strip()
+    listed = run_git(root, "ls-tree", "-r", "-l", "-z", "--full-tree", commit)
+    command, environment = git_command(root, "cat-file", "--batch"), git_environment(root)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as objects:
         try:
             for line in listed.split(b"\0"):
                 header, _, path = line.partition(b"\t")
                 mode, kind, digest, size = header.split() if line else (b"", b"", b"", b"")
                 if kind == b"blob" and mode != b"120000":  # a submodule has kind commit; mode 120000 is a symbolic link
+                    if not size.isdigit():  # git says BAD; it is not allowed to fetch the object
+                        raise InputError(f"{root}: {os.fsdecode(path)} is missing; fetch all of the partial clone")
                     read = partial(_read_object, objects, digest)
                     yield File(name, path.decode(errors="replace"), int(size), read)
         finally:
@@ -251,21 +258,3 @@ def _read_object(objects: "subprocess.Popen[bytes]", digest: bytes) -> bytes:
     objects.stdin.flush()
     size = int(objects.stdout.readline().split()[2])
     return objects.stdout.read(size + 1)[:-1]  # a newline follows
-
-
-def _git_environment() -> dict[str, str]:
-    """Return the environment without GIT_* variables: a hook sets GIT_DIR and others, which override -C."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-
-
-def _git(root: Path, *arguments: str) -> bytes:
-    try:
-        done = subprocess.run(
-            [*GIT, "-C", str(root), *arguments], capture_output=True, check=False, env=_git_environment()
-        )
-    except FileNotFoundError:
-        raise InputError(f"source {root} is a git repository, but git is not installed") from None
-    if done.returncode:
-        reason = done.stderr.decode(errors="replace").strip().splitlines() or ["no reason given"]
-        raise InputError(f"source {root}: git {arguments[0]} failed: {reason[0]}")
-    return done.stdout

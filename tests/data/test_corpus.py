@@ -199,7 +199,7 @@ class TestResume:
         out = tmp_path / "out"
         process = self.start(code, tokenizer_dir, out, slow=0.05)
         work = tmp_path / ".out.partial"
-        deadline = time.monotonic() + 40
+        deadline = time.monotonic() + 120
         while not (work / after).exists() and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.002)
         process.send_signal(signal.SIGKILL)

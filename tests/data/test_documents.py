@@ -1,6 +1,7 @@
 """Every kind of source gives the same files in the same order, and a hostile one gives an error, not its payload."""
 
 import gzip
+import hashlib
 import io
 import json
 import os
@@ -16,6 +17,8 @@ from etude.data.documents import File, ReadLimits, read_source, source_digest
 from etude.errors import InputError
 
 FILES = {"README.md": "read\n", "pkg/__init__.py": "", "pkg/a.py": "a = 1\n", "pkg/deep/b.py": "b = 2\n"}
+
+EMPTY_BLOB = "e69de29bb2d1d6434b8b29ae775ad8c2e48c5391"
 
 
 def plant(root: Path, files: dict[str, str] = FILES) -> Path:
@@ -74,14 +77,22 @@ def test_a_revision_and_a_bare_repository_are_read_from_the_objects(tmp_path: Pa
         texts(f"{root}@nonsense")
 
 
-def test_a_program_that_a_repository_configures_is_not_started(tmp_path: Path) -> None:
+def test_a_forged_index_names_no_file_outside(tmp_path: Path) -> None:
     root = plant(tmp_path / "repo")
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc/key.py").write_text("secret")
+    (root / "link").symlink_to("../etc")
     git(root, "init")
-    git(root, "add", ".")
-    trap = tmp_path / "trap"
-    git(root, "config", "core.fsmonitor", f"touch {trap}; false")
-    assert len(paths(root)) == len(FILES)
-    assert not trap.exists()
+    git(root, "add", "pkg/__init__.py")
+    index = root / ".git/index"
+    for name in ("link/key.py", "../etc/key.py", f"{tmp_path}/etc/key.py"):
+        stand_in = "x" * len(name)  # of the same length: git refuses to add such a name itself
+        git(root, "read-tree", "--empty")
+        git(root, "update-index", "--add", "--cacheinfo", f"100644,{EMPTY_BLOB},{stand_in}")
+        data = index.read_bytes()[:-20].replace(stand_in.encode(), name.encode())
+        index.write_bytes(data + hashlib.sha1(data).digest())
+        assert name in subprocess.run(["git", "-C", str(root), "ls-files"], capture_output=True, text=True).stdout
+        assert texts(root) == {("repo", path): text for path, text in FILES.items()}
 
 
 @pytest.mark.parametrize("suffix", ["zip", "whl", "tar", "tar.gz", "tgz", "tar.bz2", "tar.xz"])
