@@ -22,9 +22,9 @@ from rich.table import Table
 
 from etude.pods import Fleet, open_fleet
 from etude.pods.workspace import FileChange, FileState
+from etude.tasks.checks import cases_files, pytest_files
 from etude.tasks.environment import open_environment
 from etude.tasks.harbor import write_task
-from etude.tasks.runner import cases_files, pytest_files
 from etude.tasks.task import Task
 from etude.tasks.trial import oracle_agent
 from etude.tasks.verifier import PhaseTimes, upload_tests, verify

@@ -7,7 +7,9 @@ documentation is wrong the code may not change at all.
 import re
 from random import Random
 
+from etude.tasks.checks import VerifierCheck
 from etude_nano import word_lists as words
+from etude_nano.phrases import choose, draw_phrase
 from etude_nano.program import (
     Program,
     distribute_functions,
@@ -17,8 +19,15 @@ from etude_nano.program import (
     draw_program,
     plain_cases,
 )
-from etude_nano.repair_tasks import choose, verifier_calls
-from etude_nano.task_writer import DemonstrationPlan, NanoTaskDraft
+from etude_nano.repair_tasks import verifier_calls
+from etude_nano.task_writer import (
+    DemonstrationPlan,
+    NanoTaskDraft,
+    calls_check,
+    code_check,
+    mutants_check,
+    text_check,
+)
 from etude_nano.templates import (
     NanoFunction,
     Split,
@@ -29,6 +38,7 @@ from etude_nano.templates import (
 )
 
 MIGRATIONS = ("fstring", "none", "type")
+LEGACY_PATTERNS = {"fstring": "text-formatting", "none": "none-comparisons", "type": "type-comparisons"}
 MODERN_SYNTAX = {"fstring": "f-strings", "none": "is", "type": "isinstance"}
 
 
@@ -58,8 +68,7 @@ def parameter(rng: Random, split: Split, difficulty: int) -> NanoTaskDraft | Non
         request=request,
         repo={**broken, check.path: check.text},
         solution={file: files[file]},
-        calls=verifier_calls(cases, program),
-        expected={"calls": [case.want for case in cases]},
+        checks=(calls_check(verifier_calls(cases, program)),),
         plan=DemonstrationPlan((file,), check.command, f"{say} {check.path} passes.", "", difficulty == 1),
         sites=(extended.template,),
         protected=(check.path,),
@@ -103,8 +112,15 @@ def rename(rng: Random, split: Split, difficulty: int) -> NanoTaskDraft | None:
         request=request,
         repo={**repo, check.path: check.text},
         solution=changed,
-        calls=(*verifier_calls(cases, program), *((module, name, case.arguments) for module, name, case in inner)),
-        expected={"calls": [case.want for case in [*cases, *(case for _, _, case in inner)]], "gone": list(renames)},
+        checks=(
+            calls_check(
+                (
+                    *verifier_calls(cases, program),
+                    *((module, name, case.arguments, case.want) for module, name, case in inner),
+                )
+            ),
+            text_check("*.py", lacks=rf"\b({'|'.join(renames)})\b"),
+        ),
         plan=DemonstrationPlan(
             tuple(changed),
             check.command,
@@ -153,11 +169,7 @@ def migrate(rng: Random, split: Split, difficulty: int) -> NanoTaskDraft | None:
             rng, f"{file} still has {old_syntax}. Use {modern}.", f"Use {modern} in {file}, not {old_syntax}."
         )
     else:
-        request = choose(
-            rng,
-            f"Use {modern} in place of {old_syntax}.",
-            f"We write {modern} now, not {old_syntax}. Change what is left.",
-        )
+        request = draw_phrase(rng, "edit_tasks.migrate_request", modern=modern, old_syntax=old_syntax)
     names = " and ".join(each.name for each in old)
     return NanoTaskDraft(
         family=f"migrate-{kind}",
@@ -166,8 +178,10 @@ def migrate(rng: Random, split: Split, difficulty: int) -> NanoTaskDraft | None:
         request=request,
         repo={**repo, check.path: check.text},
         solution=changed,
-        calls=verifier_calls(cases, program),
-        expected={"calls": [case.want for case in cases], "old_ways": kind},
+        checks=(
+            calls_check(verifier_calls(cases, program)),
+            VerifierCheck("patterns", {}, {"family": LEGACY_PATTERNS[kind], "files": {}, "others": 0}),
+        ),
         plan=DemonstrationPlan(
             tuple(changed) if difficulty == 1 else tuple(repo),
             check.command,
@@ -200,24 +214,7 @@ def docstring(rng: Random, split: Split, difficulty: int) -> NanoTaskDraft | Non
     repo, right = program.files({function.name: function.right.replace(doc, stale)}), program.files()
     file = program.file_of(function.name)
     check = draw_check(program, cases[:2], rng)
-    if difficulty == 1:
-        request = choose(
-            rng,
-            f"The docstring of {function.name} in {file} is out of date. Correct it, not the code.",
-            f"{file}: the docstring of {function.name} says {false}. The code is right, the words are not.",
-        )
-    elif difficulty == 2:
-        request = choose(
-            rng,
-            "A docstring names a wrong number. The code is right.",
-            f"Where is {false} from? Not the code. Correct the docstring.",
-        )
-    else:
-        request = choose(
-            rng,
-            "One docstring is not true any more. Correct it, leave the code.",
-            "Bring the docstrings up to date. Do not touch code.",
-        )
+    request = draw_phrase(rng, f"edit_tasks.docstring_request_{difficulty}", function=function, file=file, false=false)
     return NanoTaskDraft(
         family="docstring",
         category="docs",
@@ -225,8 +222,7 @@ def docstring(rng: Random, split: Split, difficulty: int) -> NanoTaskDraft | Non
         request=request,
         repo={**repo, check.path: check.text},
         solution={file: right[file]},
-        calls=(),
-        expected={"code": right, "texts": [[file, [_doc_pattern(doc, true)], [_doc_pattern(stale, false)]]]},
+        checks=(code_check(right), text_check(f"/{file}", _doc_pattern(doc, true), _doc_pattern(stale, false))),
         plan=DemonstrationPlan(
             (file,) if difficulty == 1 else tuple(reversed(list(right))),
             "",
@@ -268,11 +264,7 @@ def readme(rng: Random, split: Split, difficulty: int) -> NanoTaskDraft | None:
     others = [name for name in words.MODULES if f"{name}.py" not in program.files()]
     false = f"{rng.choice(others)}.py" if stale_file else _draw_new_name(top.name, rng)
     title, case = rng.choice(words.LABELS), cases[0]
-    text = choose(
-        rng,
-        f"# {title}\n\nCall {top.name} from {file}:\n\n    {case.call}\n",
-        f"# {title}\n\n{file} has {top.name}. Example:\n\n    {case.call} == {case.want}\n",
-    )
+    text = draw_phrase(rng, "edit_tasks.readme_text", title=title, top=top, file=file, case=case)
     stale = re.sub(rf"\b{re.escape(true)}", false, text)
     check = draw_check(program, cases[:2], rng)
     repo = {**program.files(), "README.md": stale, check.path: check.text}
@@ -288,11 +280,10 @@ def readme(rng: Random, split: Split, difficulty: int) -> NanoTaskDraft | None:
         request=request,
         repo=repo,
         solution={"README.md": text},
-        calls=(),
-        expected={
-            "code": unchanged_code,
-            "texts": [["README.md", [rf"\b{re.escape(true)}"], [rf"\b{re.escape(false)}"]]],
-        },
+        checks=(
+            code_check(unchanged_code),
+            text_check("/README.md", rf"\b{re.escape(true)}", rf"\b{re.escape(false)}"),
+        ),
         plan=DemonstrationPlan(
             ("README.md",),
             "grep -n def *.py",
@@ -326,18 +317,8 @@ def testing(rng: Random, split: Split, difficulty: int) -> NanoTaskDraft | None:
     line = next(
         new.strip() for new, old in zip(mutant[file].split("\n"), files[file].split("\n"), strict=True) if new != old
     )
-    if difficulty == 2:
-        request = choose(
-            rng,
-            f"check.py passes even with `{line}` in {file}. Add an assert that finds this.",
-            f"Add an assert to check.py that fails when {file} has `{line}`.",
-        )
-    else:
-        request = choose(
-            rng,
-            f"With `{line}` check.py would still pass. It should not.",
-            f"check.py would not see `{line}`. Test that too.",
-        )
+    wording = "testing_request" if difficulty == 2 else "testing_without_file"
+    request = draw_phrase(rng, f"edit_tasks.{wording}", line=line, file=file)
     same = {file: files[file] + "# the same\n"}
     return NanoTaskDraft(
         family="testing",
@@ -346,11 +327,7 @@ def testing(rng: Random, split: Split, difficulty: int) -> NanoTaskDraft | None:
         request=request,
         repo={**files, "check.py": text},
         solution={"check.py": full},
-        calls=(),
-        expected={
-            "code": files,
-            "variants": {"script": "check.py", "programs": [[{}, True], [same, True], [{file: mutant[file]}, False]]},
-        },
+        checks=(code_check(files), mutants_check("check.py", [{}, same], [{file: mutant[file]}])),
         plan=DemonstrationPlan(
             ("check.py", file),
             "python3 check.py",

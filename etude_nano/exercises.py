@@ -202,10 +202,6 @@ def with_wrong_word(text: str, rng: Random) -> str:
     return text[: word.start()] + rng.choice(("", "value", "x", word.group() + "s")) + text[word.end() :]
 
 
-def choose(rng: Random, *texts: str) -> str:
-    return rng.choice(texts)
-
-
 def replace_line(text: str, number: int, line: str) -> str:
     """Return the text with the line of that number, counted from 1, replaced."""
     lines = text.split("\n")

@@ -8,7 +8,8 @@ from random import Random
 
 from etude_nano.code_snippets import SnippetPool, draw_module_name, identifiers_in, invent_name, rename_identifiers
 from etude_nano.demonstrator import TextEdit
-from etude_nano.exercises import DrawExercise, Exercise, TranscriptBuilder, choose, find_lines, replace_line
+from etude_nano.exercises import DrawExercise, Exercise, TranscriptBuilder, find_lines, replace_line
+from etude_nano.phrases import choose, draw_phrase
 
 _REVERSED = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
 _OPPOSITE = {"==": "!=", "!=": "==", " in ": " not in ", " not in ": " in ", " and ": " or ", " or ": " and "}
@@ -77,28 +78,11 @@ def _describe_place(rng: Random, path: str, text: str, number: int, line: str) -
 
 def _replace_request(rng: Random, where: str, old: str, new: str) -> str:
     """Draw a request to replace one text by another."""
-    return choose(
-        rng,
-        f"In {where}: {old} should be {new}.",
-        f"Change {old} to {new} in {where}.",
-        f"{where} should have {new}, not {old}.",
-        f"Put `{new}` in place of `{old}`: {where}.",
-        f"Use {new} instead of {old} in {where}.",
-        f"{where} has `{old}`. It must be `{new}`.",
-        f"Please make it {new} and not {old} ({where}).",
-    )
+    return draw_phrase(rng, "code.replace_request", where=where, old=old, new=new)
 
 
 def _final_message(rng: Random, path: str, number: int, old: str, new: str) -> str:
-    return choose(
-        rng,
-        "Done.",
-        f"{path} is changed.",
-        f"Line {number} of {path} has `{new}` now.",
-        f"Changed {old} to {new} in {path}.",
-        f"`{old}` is now `{new}`.",
-        f"{path} says {new} now.",
-    )
+    return draw_phrase(rng, "code.final_message", path=path, number=number, new=new, old=old)
 
 
 # ------------------------------------------------------------------------------------------- requested changes
@@ -137,12 +121,7 @@ def _change_word(
     where, lead = _describe_place(rng, path, text, at, line)
     request = _replace_request(rng, where, old, new)
     if len(re.findall(rf"\b{old}\b", text)) == 1 and rng.random() < 0.4:
-        request = choose(
-            rng,
-            f"{path}: {old} should be {new}.",
-            f"{old} in {path} is wrong. It is {new}.",
-            f"{old} -> {new} in {path}",
-        )
+        request = draw_phrase(rng, "code.change_word_request", path=path, old=old, new=new)
     return single_file_exercise(
         rng,
         pool,
@@ -224,12 +203,7 @@ def write_body(rng: Random, pool: SnippetPool) -> Exercise | None:
     if before.count(stub) != 1:
         return None
     body = "\n".join(lines[1:])
-    request = choose(
-        rng,
-        f"Write {snippet.name} in {path}:\n{body}",
-        f"The body of {snippet.name} ({path}) should be\n{body}",
-        f"{path}: {snippet.name} is empty. Put this in:\n{body}",
-    )
+    request = draw_phrase(rng, "code.write_body_request", snippet=snippet, path=path, body=body)
     return single_file_exercise(
         rng, pool, "block", path, before, after, request, "", choose(rng, f"{snippet.name} is written.", "Done.")
     )
@@ -251,12 +225,7 @@ def add_documentation(rng: Random, pool: SnippetPool) -> Exercise | None:
         name, indent = function_at(text, at), line[: len(line) - len(line.lstrip())]
         after = replace_line(text, at, f'{line}\n{indent}    """{words}"""')
         where = choose(rng, f" in {path}", f" ({path})", "")
-        request = choose(
-            rng,
-            f"Give {name}{where} the docstring: {words}",
-            f'Add a docstring to {name}{where} that says "{words}"',
-            f"{name}{where} has no docstring. It should be: {words}",
-        )
+        request = draw_phrase(rng, "code.add_documentation_request", name=name, where=where, words=words)
         say = choose(rng, f"{name} has a docstring now.", "Done.", f"Added the docstring to {name}.")
         return single_file_exercise(rng, pool, "docstring", path, text, after, request, name, say)
     found = find_lines(text, r"\S", lambda line: not line.lstrip().startswith((")", "]", "}", '"', "el")))
@@ -285,11 +254,8 @@ def add_parameter(rng: Random, pool: SnippetPool) -> Exercise | None:
     comma = "" if "()" in line else ", "
     after = replace_line(text, at, line.replace("):", f"{comma}{parameter}={default}):"))
     where = choose(rng, f" in {path}", "")
-    request = choose(
-        rng,
-        f"Give {name}{where} one more parameter, {parameter}={default}.",
-        f"{name}{where} should take {parameter}, {default} by default.",
-        f"Add the parameter {parameter} to {name}{where}; its default is {default}.",
+    request = draw_phrase(
+        rng, "code.add_parameter_request", name=name, where=where, parameter=parameter, default=default
     )
     say = choose(rng, f"{name} takes {parameter} now.", f"Added {parameter} to {name} in {path}.")
     return single_file_exercise(rng, pool, "signature", path, text, after, request, name, say)
@@ -309,12 +275,7 @@ def rename(rng: Random, pool: SnippetPool) -> Exercise | None:
     if sum(bool(re.search(rf"\b{old}\b", each)) for each in repo.values()) > 1:
         return None
     where = choose(rng, f" in {path}", "", f" ({path})")
-    request = choose(
-        rng,
-        f"Call it {new} and not {old}{where}.",
-        f"{old} should be called {new}{where}.",
-        f"Rename {old}{where}: {new}.",
-    )
+    request = draw_phrase(rng, "code.rename_request", new=new, old=old, where=where)
     transcript = TranscriptBuilder(rng, request, repo)
     if path in transcript.known_paths and rng.random() < 0.6:
         transcript.read(path)
@@ -403,12 +364,7 @@ def swapped_arguments(rng: Random, pool: SnippetPool) -> Exercise | None:
     where, lead = _describe_place(rng, path, right, at, line)
     if "`" in where:
         return None
-    request = choose(
-        rng,
-        f"The arguments of {name} are in the wrong order: {where}.",
-        f"Swap the arguments of {name} in {where}.",
-        f"{where}: {one} comes before {two}.",
-    )
+    request = draw_phrase(rng, "code.swapped_arguments_request", name=name, where=where, one=one, two=two)
     say = choose(rng, f"{name}({one}, {two}) now.", f"Swapped the arguments of {name}.", "Done.")
     return single_file_exercise(rng, pool, "order", path, before, right, request, lead, say)
 
@@ -431,14 +387,7 @@ def misspelt_name(rng: Random, pool: SnippetPool) -> Exercise | None:
     if wrong in right or wrong == name or len(re.findall(rf"\b{name}\b", line)) != 1:
         return None
     before = replace_line(right, at, re.sub(rf"\b{name}\b", wrong, line))
-    request = choose(
-        rng,
-        f"NameError: name '{wrong}' is not defined. Did you mean: '{name}'?",
-        f"{path}: NameError: name '{wrong}' is not defined",
-        f"  File \"/work/{path}\", line {at}\nNameError: name '{wrong}' is not defined",
-        f"{wrong} in {path} is misspelt.",
-        f"There is no {wrong}, it is {name}.",
-    )
+    request = draw_phrase(rng, "code.misspelt_name_request", wrong=wrong, name=name, path=path, at=at)
     repo = with_unrelated_files(rng, pool, path, before)
     transcript = TranscriptBuilder(rng, request, repo)
     if path in transcript.known_paths and rng.random() < 0.7:

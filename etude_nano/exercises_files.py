@@ -5,8 +5,9 @@ import re
 from random import Random
 
 from etude_nano.code_snippets import SnippetPool, draw_module_name, invent_name, rename_identifiers
-from etude_nano.exercises import DrawExercise, Exercise, TranscriptBuilder, choose, find_lines, replace_line
+from etude_nano.exercises import DrawExercise, Exercise, TranscriptBuilder, find_lines, replace_line
 from etude_nano.exercises_code import DEFINITION, draw_file, single_file_exercise, with_unrelated_files
+from etude_nano.phrases import choose, draw_phrase
 
 # ------------------------------------------------------------------------------------------- syntax migrations
 
@@ -57,13 +58,7 @@ def modernize(rng: Random, pool: SnippetPool) -> Exercise | None:
         replace_line(text, at, "    " + frame.replace("@", part) + ("\n        return None" if inner else ""))
         for part in (was, now)
     ]
-    request = choose(
-        rng,
-        f"{path} has {old_syntax} on line {at}. Today we use {modern}.",
-        f"No {old_syntax} any more: {modern}, in {path}.",
-        f"Write line {at} of {path} with {modern}.",
-        f"Bring {path} up to date: {modern} and not {old_syntax}.",
-    )
+    request = draw_phrase(rng, "files.modernize_request", path=path, old_syntax=old_syntax, at=at, modern=modern)
     say = choose(rng, f"{path} uses {modern} now.", f"Line {at} has {modern} now.", "Done.")
     return single_file_exercise(rng, pool, f"modern-{variant}", path, lines[0], lines[1], request, "", say)
 
@@ -86,12 +81,7 @@ def repair_json(rng: Random, pool: SnippetPool) -> Exercise | None:
         other = rng.randint(0, 999)
         wrong = json.dumps({**values, key: other}, indent=2) + "\n"
         shown = json.dumps(values[key])
-        request = choose(
-            rng,
-            f"Set {key} to {shown} in {path}.",
-            f"{key} should be {shown} ({path}).",
-            f"{path}: {key} must be {shown}.",
-        )
+        request = draw_phrase(rng, "files.repair_json_request", key=key, shown=shown, path=path)
     elif variant == "key":
         wrong = right.replace(f'"{key}"', f'"{key[:-1]}"')
         request = choose(rng, f"KeyError: '{key}'. The key is in {path}.", f"{key[:-1]} in {path} should be {key}.")
@@ -147,13 +137,7 @@ def repair_import(rng: Random, pool: SnippetPool) -> Exercise | None:
         log = f"ModuleNotFoundError: No module named '{wrong}'"
     else:
         log = f"ImportError: cannot import name '{wrong}' from '{module}' (/work/{module}.py)"
-    request = choose(
-        rng,
-        f"import {user}\n{log}",
-        f"{user}.py does not start: {log}",
-        f"Mend the import of {user}.py.",
-        f'File "/work/{user}.py", line 1\n{log}',
-    )
+    request = draw_phrase(rng, "files.repair_import_request", user=user, log=log)
     if log not in request and f"{user}.py" not in request:
         return None
     repo = {f"{module}.py": snippet.text, f"{user}.py": before}
@@ -177,12 +161,7 @@ def repair_import(rng: Random, pool: SnippetPool) -> Exercise | None:
     transcript.edit_file(f"{user}.py", right)
     return transcript.finish(
         "imports",
-        choose(
-            rng,
-            f"{user}.py imports {misspelt} now.",
-            f"It is called {misspelt}, not {wrong}.",
-            "The import is right now.",
-        ),
+        draw_phrase(rng, "files.repair_import", user=user, misspelt=misspelt, wrong=wrong),
     )
 
 

@@ -9,8 +9,9 @@ from random import Random
 
 from etude_nano.code_snippets import SnippetPool, draw_module_name, invent_name
 from etude_nano.demonstrator import TextEdit, edits_between
-from etude_nano.exercises import DrawExercise, Exercise, TranscriptBuilder, choose
+from etude_nano.exercises import DrawExercise, Exercise, TranscriptBuilder
 from etude_nano.function_templates import draw_generated_caller, draw_generated_function
+from etude_nano.phrases import choose, draw_phrase
 from etude_nano.program import Case, CheckScript, Program, draw_cases, draw_check, plain_cases
 from etude_nano.templates import Fault, NanoFunction
 
@@ -143,21 +144,9 @@ def repair(rng: Random, pool: SnippetPool) -> Exercise | None:
         )
     elif variant == "call":
         where = choose(rng, f" ({file})", f" {file}", "", "")
-        request = choose(
-            rng,
-            f"Why is {case.call} not {case.want}? It {got}.{where}",
-            f"Expected {case.want} from {case.call}, found {case.got}.{where}",
-            f"{case.call} -> {case.got}, should be {case.want}{where}",
-            f"We need {case.call} == {case.want}. Now it {got}.{where}",
-            f"Mend {wrong.reported.name}{where}: {case.call} {got} instead of {case.want}",
-        )
+        request = draw_phrase(rng, "programs.repair_call", case=case, got=got, where=where, wrong=wrong)
     elif variant == "doc":
-        request = choose(
-            rng,
-            f"{name} in {file} does not do what its docstring says. Mend it.",
-            f"The code of {name} is not what its docstring promises.",
-            f"Make {name} ({file}) do what it says.",
-        )
+        request = draw_phrase(rng, "programs.repair_docstring", name=name, file=file)
     elif variant == "check":
         request = choose(
             rng, f"{wrong.check.command} does not pass. Mend the code.", f"Get {wrong.check.path} to pass."
@@ -222,13 +211,7 @@ def implement(rng: Random, pool: SnippetPool) -> Exercise | None:
     check = draw_check(program, cases[:2], rng)
     repo = {**program.files({function.name: stub}), check.path: check.text}
     where = choose(rng, f" in {file}", f" ({file})", "")
-    request = choose(
-        rng,
-        f"{function.name}{where} has no code yet. For example {cases[0].call} is {cases[0].want}.",
-        f"Write the code of {function.name}{where}.",
-        f"Fill in {function.name}{where}; {cases[0].call} should be {cases[0].want}.",
-        f"{check.path} needs {function.name}{where}, which is not done.",
-    )
+    request = draw_phrase(rng, "programs.implement_request", function=function, where=where, cases=cases, check=check)
     transcript = TranscriptBuilder(rng, request, repo)
     transcript.read(file, word=function.name)
     transcript.edit_file(file, program.files()[file])
@@ -258,11 +241,8 @@ def extract_parameter(rng: Random, pool: SnippetPool) -> Exercise | None:
         return None
     check = draw_check(program, cases, rng)
     where = choose(rng, f" in {file}", "")
-    request = choose(
-        rng,
-        f"Turn the {value} of {function.name}{where} into a parameter {name}, with {value} as default.",
-        f"{function.name}{where} has {value} built in. Let callers pass it as {name}={value}.",
-        f"Let {name} be a parameter of {function.name}{where} in place of {value}; it stays {value} unless given.",
+    request = draw_phrase(
+        rng, "programs.extract_parameter_request", value=value, function=function, where=where, name=name
     )
     transcript = TranscriptBuilder(rng, request, {file: program.files()[file], check.path: check.text})
     transcript.read(file, word=function.name)
@@ -294,12 +274,7 @@ def stale_documentation(rng: Random, pool: SnippetPool) -> Exercise | None:
         false = str(int(true) + rng.choice((1, 2, 3, 7)))
         old = right[file].replace(function.doc, re.sub(rf"\b{true}\b", false, function.doc, count=1))
         where = choose(rng, f" in {file}", "")
-        request = choose(
-            rng,
-            f"The words under {function.name}{where} say {false}, the code has another number. Trust the code.",
-            f"{function.name}{where}: its docstring has an old number.",
-            f"Compare docstring and code of {function.name}{where}; the docstring is old.",
-        )
+        request = draw_phrase(rng, "programs.stale_docstring", function=function, where=where, false=false)
         transcript = TranscriptBuilder(rng, request, {**right, file: old, check.path: check.text})
         transcript.read(file, word=function.name)
         transcript.edit_file(file, right[file])
@@ -307,19 +282,10 @@ def stale_documentation(rng: Random, pool: SnippetPool) -> Exercise | None:
     wrong = f"{draw_module_name(rng, pool)}.py" if rng.random() < 0.5 else invent_name(rng, pool)
     true = file if wrong.endswith(".py") else function.name
     title = rng.choice(pool.words)
-    text = choose(
-        rng,
-        f"# {title}\n\nUse {function.name} of {file}.\n",
-        f"# {title}\n\n- {file}: has {function.name}\n",
-        f"{title}\n\nSee {file} for {function.name}, which does the work.\n",
-    )
+    text = draw_phrase(rng, "programs.readme_text", title=title, function=function, file=file)
     if wrong in text or text.count(true) != 1:
         return None
-    request = choose(
-        rng,
-        f"README.md names {wrong}. What is it called really? Put that in.",
-        f"README.md: {wrong} is not its name any more.",
-    )
+    request = draw_phrase(rng, "programs.stale_readme", wrong=wrong)
     transcript = TranscriptBuilder(
         rng, request, {**right, "README.md": text.replace(true, wrong), check.path: check.text}
     )
@@ -343,12 +309,7 @@ def add_assertion(rng: Random, pool: SnippetPool) -> Exercise | None:
     name = program.top.name
     before = f"from {file.removesuffix('.py')} import {name}\n\nassert {cases[0].call} == {cases[0].want}\n"
     after = f"{before}assert {cases[1].call} == {cases[1].want}\n"
-    request = choose(
-        rng,
-        f"{path} should also see to it that {cases[1].call} is {cases[1].want}.",
-        f"Add {cases[1].call} == {cases[1].want} to {path}.",
-        f"Assert in {path} that {cases[1].call} gives {cases[1].want}.",
-    )
+    request = draw_phrase(rng, "programs.add_assertion_request", path=path, cases=cases)
     transcript = TranscriptBuilder(rng, request, {**program.files(), path: before})
     transcript.read(path)
     transcript.edit_file(path, after)
@@ -391,13 +352,7 @@ def already_correct(rng: Random, pool: SnippetPool) -> Exercise | None:
     check = draw_check(program, cases[:2], rng)
     name, file, case = program.top.name, program.file_of(program.top.name), cases[0]
     where = choose(rng, f" ({file})", "")
-    request = choose(
-        rng,
-        f"I am not sure of {name}{where}. Look at it, and mend it only if you must.",
-        f"{case.call} is {case.want}. Should it be?{where}",
-        f"Does {check.path} pass? If not, mend the code.",
-        f"Check {name}{where} against its docstring. Mend what is wrong, if anything.",
-    )
+    request = draw_phrase(rng, "programs.already_correct_request", name=name, where=where, case=case, check=check)
     transcript = TranscriptBuilder(rng, request, {**program.files(), check.path: check.text})
     if check.path not in transcript.known_paths or rng.random() < 0.3:
         transcript.read(file, word=name)
@@ -419,18 +374,10 @@ def locate_fault(rng: Random, pool: SnippetPool) -> Exercise | None:
     case, name = wrong.cases[0], wrong.faulty.name
     got = "raises" if case.raises else f"is {case.got}"
     if len(wrong.program.functions) > 1 and rng.random() < 0.5:
-        request = choose(
-            rng,
-            f"Something in {wrong.file} is not what its docstring says. Only name the function.",
-            f"{wrong.file} has a function with a mistake. What is its name? Leave it.",
-        )
+        request = draw_phrase(rng, "programs.locate_function", wrong=wrong)
         say = choose(rng, name, f"It is {name}.", f"{name} has a mistake.")
     else:
-        request = choose(
-            rng,
-            f"Find the line in {wrong.file} that makes {case.call} wrong: it {got}, should be {case.want}. Leave it.",
-            f"{wrong.file}: one line is not right. Its number? Do not change it.",
-        )
+        request = draw_phrase(rng, "programs.locate_line", wrong=wrong, case=case, got=got)
         say = choose(rng, f"{at}", f"Line {at}.", f"Line {at} is wrong.")
     transcript = TranscriptBuilder(rng, request, wrong.repo)
     transcript.read(wrong.file)

@@ -24,46 +24,6 @@ from etude_nano.templates import (
 )
 from etude_nano.word_lists import split_words
 
-# Plausible wrong replacements of each part.
-_WRONG_PARTS = {
-    ">": (">=", "<", "<="),
-    ">=": (">", "<", "<="),
-    "<": ("<=", ">", ">="),
-    "<=": ("<", ">", ">="),
-    "==": ("!=", ">="),
-    "!=": ("==",),
-    "+": ("-", "*"),
-    "-": ("+",),
-    "*": ("+", "-"),
-    "//": ("*", "%", "/"),
-    "%": ("//",),
-    "+=": ("=", "-="),
-    "-=": ("+=",),
-    "*=": ("+=",),
-    "min": ("max",),
-    "max": ("min",),
-    "in": ("not in",),
-    "not in": ("in",),
-    "upper": ("lower", "title"),
-    "lower": ("upper",),
-    "capitalize": ("upper", "lower"),
-    "startswith": ("endswith",),
-    "endswith": ("startswith",),
-    "any": ("all",),
-    "all": ("any",),
-    "True": ("False",),
-    "and": ("or",),
-    "0": ("1",),
-    "1": ("0", "2"),
-    "2": ("3", "1"),
-    "10": ("9", "100"),
-    "60": ("24", "100"),
-    "100": ("10", "1000"),
-    "$k": ("$kw", "$k + 1"),
-    "$a": ("$aw", "$a + 1"),
-    "$n": ("$k",),
-}
-
 _VERBS = split_words(
     "pick take gather collect reckon weigh survey fetch scan trace list_of report_on figure note draw mark_up "
     "run_over work_on inspect derive prepare settle assess judge size_up go_over sum_up look_up make"
@@ -161,14 +121,15 @@ def _without_held_out_faults(function: NanoFunction) -> NanoFunction:
 
 
 def mark_faults(text: str, rng: Random) -> str:
-    """Turn every `{part}` into a place for a fault, with a random wrong replacement; `{{` and `}}` are braces."""
+    """Turn every `{part}` into a place for a fault, its wrong text drawn from the table `wrong`; `{{` is a brace."""
+    wrong = {part: others for part, *others in read_skeletons().tables["wrong "]}
 
     def mark(found: re.Match[str]) -> str:
         part = found.group(1)
         if part is None:
             return found.group()[0]
         kind = "operator" if not part[-1].isdigit() and "$" not in part else "constant"
-        return f"«{part}¦{rng.choice(_WRONG_PARTS[part])}¦{kind}»"
+        return f"«{part}¦{rng.choice(wrong[part])}¦{kind}»"
 
     return re.sub(r"\{\{|\}\}|\{([^{}]+)\}", mark, text)
 

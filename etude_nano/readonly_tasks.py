@@ -3,9 +3,11 @@
 import re
 from random import Random
 
+from etude.tasks.checks import VerifierCheck
+from etude_nano.phrases import choose, draw_phrase
 from etude_nano.program import CHAIN_LAYOUTS, Case, draw_check, draw_fault, draw_pair, draw_program, plain_cases
-from etude_nano.repair_tasks import choose, doubtful_requests, faulty_cases, quoted_code
-from etude_nano.task_writer import DemonstrationPlan, NanoTaskDraft, file_digests
+from etude_nano.repair_tasks import doubtful_requests, faulty_cases, quoted_code
+from etude_nano.task_writer import DemonstrationPlan, NanoTaskDraft, unchanged_check
 from etude_nano.templates import Split, faulty_leaf_templates, leaf_templates
 
 # Patterns that an answer must and must not match where the code is correct.
@@ -28,12 +30,7 @@ def review(rng: Random, split: Split, difficulty: int) -> NanoTaskDraft | None:
     visible = [case for case in cases if not case.reveals][:1] or cases[:1]
     check = draw_check(program, visible, rng)
     repo = {**files, check.path: check.text}
-    request = choose(
-        rng,
-        "Which function does not do what its docstring says? Name it, change nothing.",
-        "Review the code: one function is wrong. Which? Do not edit.",
-        "One function has a bug. Tell me its name only.",
-    )
+    request = draw_phrase(rng, "readonly_tasks.review_request")
     return _question_draft(
         "review",
         "review",
@@ -133,12 +130,7 @@ def defining_file(rng: Random, split: Split, difficulty: int) -> NanoTaskDraft |
         return None
     check = draw_check(program, cases[:2], rng)
     file = program.file_of(function.name)
-    request = choose(
-        rng,
-        f"Which file defines {function.name}?",
-        f"Where is {function.name} defined?",
-        f"In which file is {function.name}?",
-    )
+    request = draw_phrase(rng, "readonly_tasks.defining_file_request", function=function)
     repo = {**files, check.path: check.text}
     return _question_draft(
         "where",
@@ -163,12 +155,7 @@ def already_correct(rng: Random, split: Split, difficulty: int) -> NanoTaskDraft
     top, file = program.top, program.file_of(program.top.name)
     at = f" in {file}" if difficulty == 1 else ""
     request = choose(rng, *doubtful_requests(difficulty, case.call, case.want, top.name, at, check))
-    say = choose(
-        rng,
-        f"{top.name} is correct. Nothing to change.",
-        f"No bug: {top.name} is right as it is.",
-        f"{check.path} passes; nothing to fix.",
-    )
+    say = draw_phrase(rng, "readonly_tasks.already_correct_say", top=top, check=check)
     return _question_draft(
         "all-well",
         "question",
@@ -202,8 +189,7 @@ def _question_draft(
         request=request,
         repo=repo,
         solution={},
-        calls=(),
-        expected={"unchanged": file_digests(repo), "final": final},
+        checks=(VerifierCheck("answer", {}, final), unchanged_check(repo)),
         plan=plan,
         sites=(site,),
     )

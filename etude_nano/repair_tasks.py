@@ -10,6 +10,7 @@ from random import Random
 from typing import Any
 
 from etude_nano import word_lists
+from etude_nano.phrases import choose, draw_phrase
 from etude_nano.program import (
     CHAIN_LAYOUTS,
     Case,
@@ -23,7 +24,7 @@ from etude_nano.program import (
     draw_program,
     plain_cases,
 )
-from etude_nano.task_writer import DemonstrationPlan, NanoTaskDraft
+from etude_nano.task_writer import DemonstrationPlan, NanoTaskDraft, calls_check
 from etude_nano.templates import Fault, NanoFunction, Split, draw_function, faulty_leaf_templates, leaf_templates
 
 LOADER = '''\
@@ -43,7 +44,7 @@ def {function}({noun}):
     """The {noun} {operator} {key}."""
     return {noun} {operator} read_values()["{key}"]
 '''
-Calls = tuple[tuple[str, str, tuple[Any, ...]], ...]
+Calls = tuple[tuple[str, str, tuple[Any, ...], str], ...]
 
 
 def debugging(rng: Random, split: Split, difficulty: int) -> NanoTaskDraft | None:
@@ -96,14 +97,7 @@ def _two_faults(rng: Random, split: Split) -> NanoTaskDraft | None:
         return None
     cases = [*found[0], *found[1]]
     check = draw_check(program, [found[0][0], found[1][0]], rng)
-    request = choose(
-        rng,
-        f"{check.command} fails, and not for one reason only.",
-        f"Fix all that is wrong until {check.command} passes.",
-        f"{check.log}\nThere is a second bug too.",
-        f"$ {check.command}\n{check.log}\nand more behind it.",
-        f"Make {check.command} pass. There are two bugs.",
-    )
+    request = draw_phrase(rng, "repair_tasks.two_faults_request", check=check)
     pairs = [(each, fault) for each, fault in zip(both, faults, strict=True) if fault]
     return _repair_draft(
         "debugging",
@@ -172,13 +166,7 @@ def _implement_request(
     if difficulty < 4:
         log, symptom = f"{check.command}\nNotImplementedError", f"{case.call} should give {case.want}."
         return (log, "log") if rng.random() < 0.5 else (symptom, "symptom")
-    request = choose(
-        rng,
-        f"Finish what is not implemented. {check.command} must pass.",
-        f"Make {check.command} pass.",
-        f"Write what is still missing, until {check.command} says ok.",
-        f"{check.command} ends with NotImplementedError. Write what it needs.",
-    )
+    request = draw_phrase(rng, "repair_tasks.implement_request", check=check)
     return request, "imperative"
 
 
@@ -223,8 +211,7 @@ def broken_import(rng: Random, split: Split, difficulty: int) -> NanoTaskDraft |
         request=request,
         repo={**right, path: broken, check.path: check.text},
         solution={path: right[path]},
-        calls=verifier_calls(cases, program),
-        expected={"calls": [case.want for case in cases]},
+        checks=(calls_check(verifier_calls(cases, program)),),
         plan=DemonstrationPlan(
             (path,), check.command, f"{say} {_says_passed(check, rng)}", named=difficulty == 1, find=wrong
         ),
@@ -271,8 +258,7 @@ def broken_config(rng: Random, split: Split, difficulty: int) -> NanoTaskDraft |
         request=request,
         repo={**code, file: wrong, check.path: check.text},
         solution={file: right},
-        calls=verifier_calls(cases, program),
-        expected={"calls": [case.want for case in cases]},
+        checks=(calls_check(verifier_calls(cases, program)),),
         plan=DemonstrationPlan(
             (f"{user}.py", file), check.command, f"{say[fault]} {_says_passed(check, rng)}", "", difficulty == 1
         ),
@@ -304,10 +290,6 @@ def misspell(word: str, rng: Random) -> str:
 # ------------------------------------------------------------------------------------------- shared
 
 
-def choose(rng: Random, *texts: str) -> str:
-    return rng.choice(texts)
-
-
 def faulty_cases(
     program: Program, wrong: Mapping[str, str], functions: Sequence[NanoFunction], rng: Random
 ) -> list[Case] | None:
@@ -323,7 +305,9 @@ def faulty_cases(
 
 
 def verifier_calls(cases: Sequence[Case], program: Program) -> Calls:
-    return tuple((program.file_of(case.name).removesuffix(".py"), case.name, case.arguments) for case in cases)
+    return tuple(
+        (program.file_of(case.name).removesuffix(".py"), case.name, case.arguments, case.want) for case in cases
+    )
 
 
 def _fix_request(difficulty: int, case: Case, file: str, name: str, check: CheckScript, rng: Random) -> tuple[str, str]:
@@ -376,13 +360,7 @@ def _says_fixed(pairs: Sequence[tuple[NanoFunction, Fault]], program: Program, c
     for function, fault in pairs:
         file = program.file_of(function.name)
         wrong, right = quoted_code(fault.wrong), quoted_code(fault.right)
-        said.append(
-            choose(
-                rng,
-                f"{function.name} in {file} had {wrong} where {right} belongs.",
-                f"Fixed {function.name} in {file}: {wrong} is now {right}.",
-            )
-        )
+        said.append(draw_phrase(rng, "repair_tasks.says_fixed", function=function, file=file, wrong=wrong, right=right))
     return " ".join([*said, _says_passed(check, rng)])
 
 
@@ -423,8 +401,7 @@ def _repair_draft(
         request=asked[0],
         repo={**broken, check.path: check.text},
         solution={path: right[path] for path in changed},
-        calls=verifier_calls(cases, program),
-        expected={"calls": [case.want for case in cases]},
+        checks=(calls_check(verifier_calls(cases, program)),),
         plan=DemonstrationPlan(tuple(read), check.command, say, think, difficulty == 1),
         sites=tuple(sites),
         protected=(check.path,),

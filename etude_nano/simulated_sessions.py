@@ -45,7 +45,6 @@ from etude_nano.demonstrator import (
 from etude_nano.pod_sessions import BUDGET, NO_SUMMARIES, WINDOW, Demonstration, demonstration_loss_mask, find_deviation
 from etude_nano.source import nano_tasks
 from etude_nano.task_writer import WORKSPACE
-from etude_nano.templates import Split
 
 FILE_TOOLS = {
     "read_file": reading.read_file,
@@ -116,12 +115,10 @@ class _NonCountingClient(TokenModelClient):
         return 0
 
 
-async def simulate_demonstrations(
-    count: int, dialect: Dialect, *, split: Split = "train", seed: int = 0, style: DemonstratorStyle | None = None
-) -> AsyncIterator[Demonstration]:
+async def simulate_demonstrations(count: int, dialect: Dialect, *, seed: int) -> AsyncIterator[Demonstration]:
     """Yield demonstrations of `count` distinct tasks, without those that cannot be simulated or left their script."""
-    for _, files in nano_tasks(count, split, seed):
-        shown = await simulate_demonstration(files, dialect, style=style, seed=seed)
+    for _, files in nano_tasks(count, "train", seed):
+        shown = await simulate_demonstration(files, dialect, seed=seed)
         if shown is not None and not shown.deviation:
             yield shown
 

@@ -6,15 +6,16 @@ solved files, and a plan with the files to read and the texts to write.
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from importlib.resources import files as resources
+from random import Random
 from typing import Any
 
+from etude.tasks.checks import VerifierCheck, cases_check, check_files
 from etude.tasks.task import Category
 
 WORKSPACE = "/work"
+CALLS_TIMEOUT_S = 5.0  # for all calls of a check together
 DOCKERFILE = f"""\
 FROM python:3-slim
 ENV PYTHONDONTWRITEBYTECODE=1
@@ -41,9 +42,6 @@ cpus = 1
 memory_mb = 512
 network_mode = "no-network"
 """
-TEST_SCRIPT = (
-    f"#!/bin/sh\n# Leaves 1 or 0 in /logs/verifier/reward.txt.\nexec python3 -I -S /tests/verify.py {WORKSPACE} /logs\n"
-)
 EDIT_SCRIPT = f"#!/bin/sh\nset -e\ncp -R /solution/repo/. {WORKSPACE}/\n"
 FINAL_MESSAGE_PATH = "/logs/agent/final.txt"  # where the verifier finds the final message of a session
 ANSWER_SCRIPT = f"#!/bin/sh\nset -e\nmkdir -p /logs/agent\ncp /solution/final.txt {FINAL_MESSAGE_PATH}\n"
@@ -72,8 +70,7 @@ class NanoTaskDraft:
     request: str
     repo: Mapping[str, str]
     solution: Mapping[str, str]  # the files that the solution changes; empty where only an answer is asked for
-    calls: tuple[tuple[str, str, tuple[Any, ...]], ...]  # module, function and arguments that the verifier calls
-    expected: Mapping[str, Any]  # tests/wants.json; see inside/verify.py
+    checks: tuple[VerifierCheck, ...]
     plan: DemonstrationPlan
     sites: tuple[str, ...]  # templates with their faults: no site is in both splits
     protected: tuple[str, ...] = ()
@@ -107,11 +104,7 @@ def task_files(draft: NanoTaskDraft, name: str, split: str, seed: int, difficult
         "task.toml": TASK_TOML.format(name=name, category=draft.category, metadata=described),
         "instruction.md": draft.request,  # the exact prompt: no newline at the end
         "environment/Dockerfile": DOCKERFILE,
-        "tests/test.sh": TEST_SCRIPT,
-        "tests/verify.py": verifier_source(),
-        "tests/.seal": "",  # the verifier copies its content next to the reward
-        "tests/calls.json": json.dumps([list(call) for call in draft.calls]),
-        "tests/wants.json": json.dumps(draft.expected),
+        **{path: str(text) for path, text in check_files(draft.checks, workspace=WORKSPACE).items()},
         "solution/solve.sh": EDIT_SCRIPT if draft.may_edit else ANSWER_SCRIPT,
         "solution/plan.json": json.dumps(plan_as_json(draft.plan)),
     }
@@ -126,15 +119,41 @@ def plan_as_json(plan: DemonstrationPlan) -> dict[str, Any]:
     return {name: value for name, value in vars(plan).items() if value}
 
 
-def digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+# ------------------------------------------------------------------------------------------- checks
 
 
-def file_digests(repo: Mapping[str, str]) -> dict[str, str]:
-    """Return the digests with which the verifier checks that no file changed."""
-    return {path: digest(text) for path, text in repo.items()}
+def calls_check(calls: Sequence[tuple[str, str, tuple[Any, ...], str]]) -> VerifierCheck:
+    """Return a check of calls: module, function, arguments, and the repr of the expected result."""
+    cases = [
+        {"id": str(number), "call": f"{module}:{name}", "args": repr(arguments), "returns": want}
+        for number, (module, name, arguments, want) in enumerate(calls)
+    ]
+    return cases_check(cases, timeout=CALLS_TIMEOUT_S)
 
 
-@cache
-def verifier_source() -> str:
-    return (resources("etude_nano") / "inside" / "verify.py").read_text(encoding="utf-8")
+def code_check(files: Mapping[str, str]) -> VerifierCheck:
+    """Return a check that files change in docstrings and comments only."""
+    return VerifierCheck("code", {}, {"files": dict(files)})
+
+
+def mutants_check(
+    script: str, correct: Sequence[Mapping[str, str]], wrong: Sequence[Mapping[str, str]]
+) -> VerifierCheck:
+    """Return a check that a script passes on all correct versions of the code and fails on all wrong ones."""
+    versions = [(dict(files), True) for files in correct] + [(dict(files), False) for files in wrong]
+    Random(json.dumps(versions)).shuffle(versions)  # the order must not tell which are correct
+    run = {"script": script, "versions": [files for files, _ in versions], "timeout": CALLS_TIMEOUT_S}
+    right = [number for number, (_, passes) in enumerate(versions) if passes]
+    return VerifierCheck("mutants", run, {"versions": len(versions), "correct": right, "least": len(wrong)})
+
+
+def text_check(files: str, has: str = "", lacks: str = "") -> VerifierCheck:
+    """Return a check that the files of a glob match one pattern and do not match another."""
+    rule = {"files": files, "has": [has] if has else [], "lacks": [lacks] if lacks else []}
+    return VerifierCheck("texts", {}, {"rules": [rule]})
+
+
+def unchanged_check(repo: Mapping[str, str]) -> VerifierCheck:
+    """Return a check that no file changed."""
+    digests = {path: hashlib.sha256(text.encode()).hexdigest() for path, text in repo.items()}
+    return VerifierCheck("scope", {}, {"digests": digests, "allowed": []})

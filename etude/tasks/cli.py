@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -28,6 +27,7 @@ from etude.harness.model_options import (
 )
 from etude.pods.fleet import Fleet, open_fleet
 from etude.pods.pod import Egress
+from etude.system.terminal import Console, say
 from etude.tasks.base_images import HostSettings
 from etude.tasks.generators.cli import mount as mount_generate
 from etude.tasks.harbor import find_tasks, read_task, task_digest
@@ -119,7 +119,7 @@ def lint(directories: Directories, as_json: AsJson = False) -> None:
         for name, findings in found.items():
             for finding in findings:
                 where = finding.where if finding.where.startswith(name) else f"{name}/{finding.where}"
-                print(f"{where}: {finding.level}: {finding.message} [{finding.rule}]")
+                say(f"{where}: {finding.level}: {finding.message} [{finding.rule}]")
         levels = Counter(finding.level for findings in found.values() for finding in findings)
         counted = ", ".join(f"{levels[level]} {level}s" for level in ("error", "warning", "note"))
         print(f"{len(found)} tasks: {counted}", file=sys.stderr)
@@ -231,7 +231,7 @@ def run(
         table.add_row(escape(row["task"]), reward, f"{row['seconds']:.2f}", str(row["changed"]), escape(row["note"]))
     Console().print(table)
     if len(rows) == 1 and rows[0]["log"]:
-        print(rows[0]["log"])
+        say(rows[0]["log"])
 
 
 @app.command(epilog="Example:  etude tasks validate my-tasks/ --json > report.json")
@@ -363,7 +363,7 @@ def import_(
         print(json.dumps({"made": [str(path) for path in made], "failed": failed}))
         return
     for instance, why in failed.items():
-        print(f"{instance}: {why}", file=sys.stderr)
+        say(f"{instance}: {why}", file=sys.stderr)
     print(f"{out}: {len(made)} tasks" + (f", {len(failed)} failed" if failed else ""))
     if not made:
         raise EtudeError(f"{source}: no task could be imported; the reasons are listed above")

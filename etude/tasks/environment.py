@@ -8,6 +8,7 @@ If nothing has to be built, opening one takes about as long as creating a pod.
 """
 
 import asyncio
+import contextlib
 import errno
 import os
 import time
@@ -24,6 +25,7 @@ from pydantic import TypeAdapter
 from etude.errors import EtudeError, InputError
 from etude.pods.fleet import Fleet
 from etude.pods.images.records import Image
+from etude.pods.network.policy import EgressPolicy, forbidden_address, parse_rule
 from etude.pods.pod import DiffTooLarge, Egress, FileInfo, Pod, PodError, PodFileError, Snapshot, Unsupported
 from etude.pods.scheduling.pools import Prepare
 from etude.pods.workspace import (
@@ -59,6 +61,10 @@ _plan_locks = weakref.WeakKeyDictionary()
 
 class EnvironmentCheckpointLost(EtudeError):
     """The pod snapshot of an environment checkpoint no longer exists."""
+
+
+class EnvironmentUnavailable(PodError):
+    """The pod of an environment could not be created."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +129,7 @@ class PreparedEnvironments:
         """Keep `size` pods ready for agents of tasks with the image, limits and network of this one; 0: its image."""
         settings = host_settings or HostSettings()
         plan = await _plan(self.fleet, task.directory / "environment", task.machine, settings)
-        options = _pod_options(task, task.machine, task.agent, plan, settings)
+        options = _pod_options(self.fleet, task, task.machine, task.agent, plan, settings)
         if size:
             options["prepare"] = self.prepare_pod
             self._pools.append((plan.image, options))
@@ -257,8 +263,12 @@ class TaskEnvironment:
         )
 
     async def write_final_message(self, text: str) -> None:
-        """Write the session's final message where verifiers read it. Call before `changes`."""
-        await self.pod.write(FINAL_MESSAGE, text)
+        """Write the session's final message where verifiers read it. Call before `changes`.
+
+        An agent that left no room for it, or something else in its place, has no final message.
+        """
+        with contextlib.suppress(PodFileError):
+            await self.pod.write(FINAL_MESSAGE, text)
 
     async def begin_step(self, step: TaskStep) -> None:
         """Prepare a step: copy its workdir/ files, run its setup.sh, wait for its health check."""
@@ -325,7 +335,7 @@ async def open_environment(
     started = time.monotonic()
     plan = plan or await _plan(fleet, context or task.directory / "environment", machine, settings)
     planned = time.monotonic()
-    options = _pod_options(task, machine, phase or task.agent, plan, settings)
+    options = _pod_options(fleet, task, machine, phase or task.agent, plan, settings)
     if prepared is not None and phase is None:
         options["prepare"] = prepared.prepare_pod
     pod, baseline = await _create_pod(fleet, plan, carried_paths(task), options, prepared, checkpoint)
@@ -344,10 +354,16 @@ async def open_environment(
 
 
 def _pod_options(
-    task: Task, machine: MachineSpec, phase: TaskPhase, plan: ImagePlan, settings: HostSettings
+    fleet: Fleet, task: Task, machine: MachineSpec, phase: TaskPhase, plan: ImagePlan, settings: HostSettings
 ) -> dict[str, Any]:
-    """Return the limits, storage, network and variables of a pod."""
+    """Return the limits, storage, network and variables of a pod.
+
+    A task names the resources that it needs. What an ordinary user cannot limit stays without a limit.
+    """
     limits, storage = pod_limits(machine)
+    if fleet.local is not None:
+        possible = fleet.local.backend.capabilities.limits
+        limits = replace(limits, **{name: None for name in limits.specified() if name not in possible})
     options: dict[str, Any] = {"limits": limits, "storage": storage}
     options["egress"] = _egress(phase.network or machine.network, settings, task)
     if not isinstance(plan.image, Image):  # a name, which does not include the plan's variables
@@ -370,9 +386,12 @@ async def _create_pod(
             return await fleet.create(checkpoint.snapshot, **options), checkpoint.baseline
         except (PodError, InputError) as error:
             raise EnvironmentCheckpointLost(f"snapshot {checkpoint.snapshot.id} cannot be restored: {error}") from error
-    if prepared is not None and (found := await prepared.create_pod(plan, carry, options)) is not None:
-        return found
-    return await fleet.create(plan.image, **options), None
+    try:
+        if prepared is not None and (found := await prepared.create_pod(plan, carry, options)) is not None:
+            return found
+        return await fleet.create(plan.image, **options), None
+    except PodError as error:
+        raise EnvironmentUnavailable(str(error)) from error
 
 
 async def _plan(fleet: Fleet, context: Path, machine: MachineSpec, host_settings: HostSettings) -> ImagePlan:
@@ -403,13 +422,23 @@ def _check_features(task: Task, machine: MachineSpec) -> None:
 
 
 def _egress(network: NetworkAccess, host_settings: HostSettings, task: Task) -> Egress:
+    """Return what a phase may connect to. A task's own list names public hosts; the caller alone grants others."""
     if network.mode == "no-network":
         return Egress()
-    if network.mode == "allowlist":
-        if not network.hosts:
-            raise InputError(f"{task.directory}/task.toml: network_mode is allowlist, but allowed_hosts is empty")
-        return Egress.to(*network.hosts, transparent=True)
-    return host_settings.egress
+    if network.mode == "public":
+        return host_settings.egress
+    if not network.hosts:
+        raise InputError(f"{task.directory}/task.toml: network_mode is allowlist, but allowed_hosts is empty")
+    granted = EgressPolicy.from_egress(host_settings.egress)
+    rules = [parse_rule(text) for text in network.hosts]
+    refused = [rule for rule in rules if rule.wildcard or not granted.decide(rule.host, rule.port).allowed]
+    for rule in refused:
+        if rule.literal and (reason := forbidden_address(rule.host)):
+            raise InputError(
+                f"{task.directory}/task.toml: allowed_hosts has {rule}, {reason}; allow it with --allow {rule}"
+            )
+    # names may resolve to a private network only where the caller allows that, and all of them
+    return Egress.to(*network.hosts, transparent=True, private=host_settings.egress.private and not refused)
 
 
 async def _populate(pod: Pod, plan: ImagePlan, carry: tuple[str, ...]) -> Baseline:
@@ -432,6 +461,8 @@ async def _files_of_image(pod: Pod, plan: ImagePlan, carry: tuple[str, ...]) -> 
         try:
             listed = await pod.list(directory)
         except PodFileError as error:
+            if error.errno == errno.EFBIG:
+                raise InputError(f"{directory}: {error}; choose a smaller WORKDIR") from error
             if error.errno not in (errno.ENOENT, errno.ENOTDIR):
                 raise
             found |= {directory: None} if error.errno == errno.ENOTDIR else {}  # a carried file

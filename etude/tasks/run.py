@@ -130,6 +130,10 @@ def _note(result: VerifierResult) -> str:
         parts.append("protected files were changed: " + ", ".join(result.facts["protected"][:5]))
     if result.facts.get("forged"):
         parts.append("the reward was forged")
+    if result.facts.get("hack"):
+        parts.append(f"the submission attacks its tests: {result.facts['hack']}")
+    if cause := result.facts.get("verifier_failed"):
+        parts.append(f"the submission stopped the verifier ({cause}), which completes on {result.facts['control']}")
     if result.facts.get("stopped"):
         parts.append(str(result.facts["stopped"]))
     extra = [f"{name} {value:g}" for name, value in result.rewards.items() if name != "reward"]

@@ -13,6 +13,7 @@ from etude.errors import InputError
 from etude.harness.trace import Trace
 from etude.pods.fleet import Fleet
 from etude.tasks.base_images import HostSettings
+from etude.tasks.control import ControlRun, with_control
 from etude.tasks.environment import (
     EnvironmentCheckpoint,
     PreparedEnvironments,
@@ -27,15 +28,15 @@ from etude.tasks.verifier import (
     below_min_reward,
     combine_step_results,
     infrastructure_failures,
+    steps_through,
     verified_in_place,
     verify_changes,
-    verify_environment,
     verify_in_place,
 )
 from etude.tasks.verifier_result import VerifierResult
 
-TrialAgent = Callable[[TaskEnvironment, TaskStep | None], Awaitable[Trace | None]]
 DEFAULT_AGENT_TIMEOUT_S = 3600.0  # for scripts, if the task sets no agent timeout
+TrialAgent = Callable[[TaskEnvironment, TaskStep | None], Awaitable[Trace | None]]
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,11 @@ def has_solution(task: Task, step: TaskStep | None = None) -> bool:
     return (task.directory / directory / "solve.sh").is_file()
 
 
+def reference_agent(task: Task, step: TaskStep | None) -> TrialAgent | None:
+    """Return the agent of the reference solution, if the task has one for every step up to this one."""
+    return oracle_agent if all(has_solution(task, each) for each in steps_through(task, step) or (None,)) else None
+
+
 def commands_agent(*lines: str) -> TrialAgent:
     """Return an agent that runs shell commands in order and ignores their exit codes."""
 
@@ -104,8 +110,10 @@ async def run_trial(
 ) -> Trial:
     """Run an agent on a task and verify the outcome. Raise VerifierFailed if there is no result.
 
+    A submission that stops its verifier gets 0, if the verifier completes on the reference solution (`control.py`).
     With a `checkpoint` the trial continues in the restored environment; multi-step tasks cannot be resumed.
     """
+    in_place = in_place or verified_in_place(task)
     if task.steps:
         if checkpoint is not None:
             raise InputError(f"{task.name} has steps; a trial of it cannot be resumed from a checkpoint")
@@ -117,11 +125,14 @@ async def run_trial(
         ) as environment:
             trace = await agent(environment, None)
             traces = () if trace is None else (trace,)
-            if in_place or verified_in_place(task):
-                return Trial(await verify_in_place(environment, artifacts=artifacts), traces)
+            control = ControlRun(environment, None, in_place, reference_agent(task, None))
+            if in_place:
+                verification = verify_in_place(environment, artifacts=artifacts)
+                return Trial(await with_control(control, verification), traces)
             changes = await environment.changes()
         # The agent's pod is closed first: trials that hold one pod while waiting for a second could deadlock.
-        return Trial(await verify_changes(environment, changes, artifacts=artifacts), traces)
+        verification = verify_changes(environment, changes, artifacts=artifacts)
+        return Trial(await with_control(control, verification), traces)
 
 
 async def _run_steps(
@@ -141,8 +152,13 @@ async def _run_steps(
             await environment.begin_step(step)
             if (trace := await agent(environment, step)) is not None:
                 traces.append(trace)
-            verify = verify_in_place if in_place else verify_environment
-            results.append(await verify(environment, step=step, artifacts=step_artifacts))
+            if in_place:
+                verification = verify_in_place(environment, step=step, artifacts=step_artifacts)
+            else:
+                changes = await environment.changes()
+                verification = verify_changes(environment, changes, step=step, artifacts=step_artifacts)
+            control = ControlRun(environment, step, in_place, reference_agent(task, step))
+            results.append(await with_control(control, verification))
             if stopped := below_min_reward(step, results[-1].rewards):
                 break
     combined = combine_step_results(task, results)

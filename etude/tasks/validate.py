@@ -17,6 +17,7 @@ from etude.pods.workspace import FileChange
 from etude.system.cores import usable_cores
 from etude.system.run_limited import run_limited
 from etude.tasks.base_images import HostSettings
+from etude.tasks.control import missing_tools
 from etude.tasks.environment import open_environment
 from etude.tasks.harbor import read_task, task_digest
 from etude.tasks.leak_check import find_leaks
@@ -195,6 +196,8 @@ async def _reject_failed_solution(
     fleet: Fleet, task: Task, host_settings: HostSettings, passing: float, failed: VerifierResult, clean: bool
 ) -> None:
     """Reject a failing solution; verify it in place to find out whether it changed files outside the workspace."""
+    if line := missing_tools(failed.log):
+        raise _Rejected("verifier-broken", f"reward {failed.score:g} for the solution before any test ran: {line}")
     if clean:
         try:
             trial = await run_trial(fleet, task, oracle_agent, host_settings=host_settings, in_place=True)

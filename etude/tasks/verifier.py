@@ -2,15 +2,16 @@
 
 A new pod is made from the task, the agent's changes are applied to it (except those to protected files), then tests/ is
 uploaded and test.sh runs. Reward files, edited tests, replaced programs and processes of the agent's pod do not exist
-there. `metadata.grading = "in-place"` verifies in the agent's own pod instead, as Harbor does.
+there. Where tests/ has checks (`etude.tasks.checks`), the pod only observes submitted code, and this process judges.
+`metadata.grading = "in-place"` verifies in the agent's own pod instead, as Harbor does.
 
 The exit code of test.sh is ignored; reward.json takes precedence over reward.txt. A missing or unreadable reward, a
-timeout or a pod failure raises VerifierFailed: there is no result, and the agent is not at fault.
+timeout or a pod failure raises VerifierFailed: there is no result. If it happens after the submission was in the pod,
+it is VerifierStopped, and `run_trial` decides by a control run whether the submission is at fault (`control.py`).
 """
 
 import json
 import math
-import secrets
 import shlex
 import tempfile
 import time
@@ -27,33 +28,45 @@ from etude.pods.pod import Pod, PodError
 from etude.pods.workspace import FileChange, apply_to_pod, parents, remove_if_exists
 from etude.tasks.artifacts import collect_artifacts
 from etude.tasks.base_images import HostSettings
-from etude.tasks.environment import PreparedEnvironments, TaskEnvironment, copy_files, is_tracked, open_environment
+from etude.tasks.checks.in_pods import CheckRun, read_checks
+from etude.tasks.environment import (
+    EnvironmentUnavailable,
+    PreparedEnvironments,
+    TaskEnvironment,
+    copy_files,
+    is_tracked,
+    open_environment,
+)
 from etude.tasks.harbor import files_to_upload
 from etude.tasks.image import BuildFailed, ImagePlan
 from etude.tasks.reward_file import REWARD_JSON, REWARD_TXT, Rewards, read_if_exists, read_rewards
 from etude.tasks.schema import DEFAULT_VERIFIER_TIMEOUT_S, resolve_env
 from etude.tasks.task import MachineSpec, Task, TaskPhase, TaskStep
-from etude.tasks.verifier_result import VerifierFailed, VerifierResult
+from etude.tasks.verifier_result import VerifierFailed, VerifierResult, VerifierStopped
 
 STDOUT = "/logs/verifier/test-stdout.txt"
-SEAL = "/logs/verifier/seal"
+ATTACK_FACTS = ("forged", "hack", "protected", "verifier_failed", "control")  # kept of every step
 MAX_LOG = 16 << 10  # bytes of the verifier's output kept in the result
 
 
 @dataclass(frozen=True)
 class VerifierOutput:
-    """Rewards and log of one verifier run. `forged`: our verifier did not write the reward file."""
+    """Rewards and log of one verifier run. `forged`: submitted code wrote a reward file that only a verifier writes."""
 
     rewards: Rewards
     log: str
     forged: bool = False
+    hack: str = ""  # how the submission attacks its tests
 
     def result(self, changes: Sequence[FileChange], started: float, facts: Mapping[str, Any]) -> VerifierResult:
         """Return the result with the changes inside the workspace; forged rewards become 0."""
         rewards = dict.fromkeys(self.rewards, 0.0) if self.forged else self.rewards
-        facts = {**facts, "forged": True} if self.forged else facts
-        in_workspace = tuple(change for change in changes if not change.path.startswith("/"))
-        return VerifierResult(rewards, in_workspace, time.monotonic() - started, self.log, facts)
+        facts = {**facts, **({"forged": True} if self.forged else {}), **({"hack": self.hack} if self.hack else {})}
+        return VerifierResult(rewards, in_workspace(changes), time.monotonic() - started, self.log[-MAX_LOG:], facts)
+
+
+def in_workspace(changes: Sequence[FileChange]) -> tuple[FileChange, ...]:
+    return tuple(change for change in changes if not change.path.startswith("/"))
 
 
 @dataclass
@@ -94,35 +107,41 @@ async def verify(
         raise InputError(f"{task.name} has steps; verify each of them, then call combine_step_results")
     settings, times, started = host_settings or HostSettings(), PhaseTimes(), time.monotonic()
     phase = _verifier_phase(task, step)
+    options: dict[str, Any] = {"host_settings": settings, "plan": plan, "prepared": prepared}
+    run, output = _check_run(task, step), None
     with infrastructure_failures(task):
-        options: dict[str, Any] = {"host_settings": settings, "plan": plan, "prepared": prepared}
-        async with open_environment(fleet, task, phase=phase, **options) as environment:
-            times.seconds.update(environment.seconds)
-            with times.measure("apply"):
-                for earlier in _steps_through(task, step):
+        while output is None:
+            async with open_environment(fleet, task, phase=phase, **options) as environment:
+                for name, seconds in environment.seconds.items():
+                    times.seconds[name] = times.seconds.get(name, 0.0) + seconds
+                for earlier in steps_through(task, step):
                     await environment.begin_step(earlier)
-                refused = refused_paths(changes, Globs(task.protected), environment)
-                allowed = [change for change in changes if change.path not in refused]
-                await apply_to_pod(environment.pod, environment.workspace, allowed)
-            output = await _verify(environment, step, settings, times, artifacts)
-    facts: dict[str, Any] = {"seconds": times.seconds}
-    if refused:
-        facts["protected"] = sorted(refused)
+                with submission_failures(task, changes, started):
+                    with times.measure("apply"):
+                        protected = protected_changes(changes, environment)
+                        allowed = [
+                            each for each in changes if each.path not in protected and can_apply(each, environment)
+                        ]
+                        await apply_to_pod(environment.pod, environment.workspace, allowed)
+                    output = await _verify(environment, allowed, run, step, settings, times, artifacts)
+    facts = {"seconds": times.seconds, **({"protected": protected} if protected else {})}
     return output.result(changes, started, facts)
 
 
-def refused_paths(changes: Sequence[FileChange], protected: Globs, environment: TaskEnvironment) -> set[str]:
-    """Return the paths of changes that are not applied: to protected files, to a parent directory of one, and to files
-    whose changes are not reported."""
+def protected_changes(changes: Sequence[FileChange], environment: TaskEnvironment) -> list[str]:
+    """Return the paths of changes to protected files, or to a parent directory of one."""
+    protected = Globs(environment.task.protected)
     kept = {parent for path in environment.baseline if protected.matches(path) for parent in parents(path)}
-    return {
+    return sorted(
         change.path
         for change in changes
-        if protected.matches(change.path)
-        or (change.path in kept and change.after is not None)
-        or ".." in change.path.split("/")
-        or not is_tracked(change.path, environment.carry)
-    }
+        if protected.matches(change.path) or (change.path in kept and change.after is not None)
+    )
+
+
+def can_apply(change: FileChange, environment: TaskEnvironment) -> bool:
+    """Return whether a change may be applied: it stays where changes are reported."""
+    return ".." not in change.path.split("/") and is_tracked(change.path, environment.carry)
 
 
 async def verify_in_place(
@@ -131,9 +150,13 @@ async def verify_in_place(
     """Verify in the agent's own pod: Harbor's shared mode, for tasks whose result is more than files."""
     times, started = PhaseTimes(), time.monotonic()
     changes = await environment.changes()
-    with infrastructure_failures(environment.task):
-        output = await _verify(environment, step, environment.host_settings, times, artifacts)
-    return output.result(changes, started, {"seconds": times.seconds, "in_place": True})
+    run, output = _check_run(environment.task, step), None
+    with submission_failures(environment.task, changes, started):
+        while output is None:
+            output = await _verify(environment, changes, run, step, environment.host_settings, times, artifacts)
+    protected = protected_changes(changes, environment)  # not refused here, but a gate of the rewards reads them
+    facts = {"seconds": times.seconds, "in_place": True, **({"protected": protected} if protected else {})}
+    return output.result(changes, started, facts)
 
 
 async def verify_environment(
@@ -186,6 +209,18 @@ def infrastructure_failures(task: Task) -> Iterator[None]:
         raise VerifierFailed("sandbox", f"{task.name}: {error}") from error
 
 
+@contextmanager
+def submission_failures(task: Task, changes: Sequence[FileChange], started: float) -> Iterator[None]:
+    """Turn failures with the submission in the pod into VerifierStopped; not those to build or create a further pod."""
+    try:
+        with infrastructure_failures(task):
+            yield
+    except VerifierFailed as error:
+        if isinstance(error.__cause__, BuildFailed | EnvironmentUnavailable):
+            raise
+        raise VerifierStopped(error.cause, str(error), in_workspace(changes), time.monotonic() - started) from error
+
+
 # ------------------------------------------------------------------------------------------------- running test.sh
 
 
@@ -200,29 +235,40 @@ def _verifier_phase(task: Task, step: TaskStep | None) -> TaskPhase:
     )
 
 
-def _steps_through(task: Task, step: TaskStep | None) -> tuple[TaskStep, ...]:
+def steps_through(task: Task, step: TaskStep | None) -> tuple[TaskStep, ...]:
     """Return the steps up to and including this one."""
     return () if step is None else task.steps[: task.steps.index(step) + 1]
 
 
+def _check_run(task: Task, step: TaskStep | None) -> CheckRun | None:
+    """Return a run of the task's checks; None if the task has another verifier, or one in a separate environment."""
+    checks = read_checks(task, step) if (step or task).verifier_machine is None else None
+    return None if checks is None else CheckRun(task, checks)
+
+
 async def _verify(
     environment: TaskEnvironment,
+    changes: Sequence[FileChange],
+    run: CheckRun | None,
     step: TaskStep | None,
     host_settings: HostSettings,
     times: PhaseTimes,
     artifacts: Path | None,
-) -> VerifierOutput:
-    """Run the verifier in the environment, or in a separate one with the collected artifacts."""
+) -> VerifierOutput | None:
+    """Run the verifier in the environment, or in a separate one with the collected artifacts. Return None if a run of
+    checks has further passes, each of which is better done in a new pod."""
     task, phase = environment.task, _verifier_phase(environment.task, step)
     own = (step or task).verifier_machine
     if own is None:
-        seal = await upload_tests(environment.pod, task, step, times)
-        # a verifier without root runs as the same user as the tested code, which could read the seal
-        seal = seal if phase.user in (None, "root", "0") else ""
         try:
-            return await _run(environment.pod, environment.workspace, phase, task, host_settings, times, seal)
+            if run is not None:
+                with times.measure("run"):
+                    await run.observe(environment, changes, phase)
+                return None if run.pending else VerifierOutput(*run.result())
+            await upload_tests(environment.pod, task, step, times)
+            return await _run(environment.pod, environment.workspace, phase, task, host_settings, times)
         finally:
-            if artifacts is not None:
+            if artifacts is not None and not artifacts.exists():
                 await collect_artifacts(environment, step, artifacts)
     with tempfile.TemporaryDirectory(prefix="etude-artifacts-") as directory:
         collected = artifacts or Path(directory) / "artifacts"
@@ -255,29 +301,24 @@ async def _run_separate(
         with times.measure("artifacts"):
             for entry in json.loads((collected / "manifest.json").read_text()):
                 await separate.pod.upload(collected / entry["destination"], entry["source"])
-        return await _run(separate.pod, separate.workspace, phase, task, host_settings, times, "")
+        return await _run(separate.pod, separate.workspace, phase, task, host_settings, times)
 
 
-async def upload_tests(pod: Pod, task: Task, step: TaskStep | None, times: PhaseTimes) -> str:
-    """Upload tests/, a step's over the task's. Return the seal, a random token that `tests/.seal` requests and that the
-    verifier must write next to its reward; "" if the task does not use one."""
+async def upload_tests(pod: Pod, task: Task, step: TaskStep | None, times: PhaseTimes) -> None:
+    """Upload tests/, a step's over the task's."""
     with times.measure("upload"):
         directories = ["tests"] if step is None else ["tests", f"steps/{step.name}/tests"]
         files = {file.target: file for each in directories for file in files_to_upload(task, each, "/tests", "test.sh")}
-        seal = secrets.token_hex(16) if files.pop("/tests/.seal", None) else ""
         await pod.make_directory("/tests", 0o755)
         await copy_files(pod, list(files.values()), "/tests")
-        if seal:
-            await pod.write("/tests/.seal", seal, mode=0o600)
-    return seal
 
 
 async def _run(
-    pod: Pod, workspace: str, phase: TaskPhase, task: Task, host_settings: HostSettings, times: PhaseTimes, seal: str
+    pod: Pod, workspace: str, phase: TaskPhase, task: Task, host_settings: HostSettings, times: PhaseTimes
 ) -> VerifierOutput:
     """Run test.sh as the format specifies and read its rewards and log."""
     with times.measure("run"):
-        for path in (REWARD_TXT, REWARD_JSON, SEAL):
+        for path in (REWARD_TXT, REWARD_JSON):
             await remove_if_exists(pod, path)
         env = resolve_env(phase.env, host_settings.variables, f"{task.directory}/task.toml: verifier")
         command = f"/tests/test.sh > {shlex.quote(STDOUT)} 2>&1"
@@ -288,8 +329,7 @@ async def _run(
             message = f"{task.name}: test.sh timed out after {phase.timeout_s:g} s\n{log[-1000:]}"
             raise VerifierFailed("verifier-timeout", message)
         rewards = await read_rewards(pod, task.name, log)
-        forged = bool(seal) and await read_if_exists(pod, SEAL) != seal.encode()
-    return VerifierOutput(rewards, log, forged)
+    return VerifierOutput(rewards, log)
 
 
 # ------------------------------------------------------------------------------------------------- steps
@@ -310,10 +350,12 @@ def combine_step_results(task: Task, results: Sequence[VerifierResult]) -> Verif
     last = results[-1]
     names = {name for each in results for name in each.rewards}
     mean = {name: sum(each.rewards.get(name, 0.0) for each in results) / len(results) for name in sorted(names)}
+    found = {key: value for each in results for key, value in each.facts.items() if key in ATTACK_FACTS}
+    steps = {step.name: dict(each.rewards) for step, each in zip(task.steps, results, strict=False)}
     return VerifierResult(
         rewards=last.rewards if task.step_reward_strategy == "final" else mean,
         changes=last.changes,
         seconds=sum(each.seconds for each in results),
         log=last.log,
-        facts={"steps": {step.name: dict(each.rewards) for step, each in zip(task.steps, results, strict=False)}},
+        facts={"steps": steps, **found},
     )

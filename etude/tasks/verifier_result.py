@@ -11,7 +11,7 @@ from etude.errors import EtudeError
 from etude.pods.workspace import FileChange
 
 # The causes of Harbor's taxonomy that yield no reward. An exhausted budget or a refusal is not among them.
-FailureCause = Literal["sandbox", "verifier-timeout", "no-reward", "bad-reward", "build", "bug"]
+FailureCause = Literal["sandbox", "verifier-timeout", "no-reward", "bad-reward", "no-tools", "build", "bug"]
 
 
 class VerifierFailed(EtudeError):
@@ -20,6 +20,16 @@ class VerifierFailed(EtudeError):
     def __init__(self, cause: FailureCause, message: str) -> None:
         super().__init__(message)
         self.cause = cause
+
+
+class VerifierStopped(VerifierFailed):
+    """The verifier left no reward after the submission was in its pod; `control.py` finds out whose fault that is."""
+
+    def __init__(
+        self, cause: FailureCause, message: str, changes: tuple[FileChange, ...] = (), seconds: float = 0.0
+    ) -> None:
+        super().__init__(cause, message)
+        self.changes, self.seconds = changes, seconds
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.errors import InputError
+from etude.tasks.checks.inside import judges
 from etude.tasks.harbor import read_task
 from etude_nano import word_lists
 from etude_nano.demonstrator import edits_between, workspace_files
@@ -61,10 +62,17 @@ class LocalTask:
         self.put(self.logs, {"agent/final.txt": text})
 
     def reward(self) -> str:
-        command = [sys.executable, "-I", "-S", self.tests / "verify.py", self.work, self.logs]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+        checks = json.loads((self.tests / "checks.json").read_text())["checks"]
+        expected = json.loads((self.tests / "expected.json").read_text())
+        final = self.logs / "agent/final.txt"
+        files = {**judges.read_workspace(str(self.work)), judges.FINAL: final.read_bytes() if final.exists() else b""}
+        executed, secrets = judges.prepare(checks, expected, lambda path: None)
+        command = [sys.executable, "-s", "-S", "-B", self.tests / "verifier", "observe"]
+        given = json.dumps({"workspace": str(self.work), "checks": executed}).encode()
+        done = subprocess.run(command, input=given, capture_output=True, timeout=30)
         assert done.returncode == 0, done.stderr
-        return (self.logs / "verifier/reward.txt").read_text().strip()
+        observed = judges.parse_observations(done.stdout, len(executed))
+        return f"{judges.judge(checks, expected, observed, secrets, files).rewards['reward']:g}"
 
 
 @pytest.fixture

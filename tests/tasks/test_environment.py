@@ -2,8 +2,11 @@
 
 import asyncio
 import json
+import socket
+import threading
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ import pytest
 
 from etude.errors import InputError
 from etude.pods import Fleet, open_fleet
-from etude.pods.pod import Pod, PodFileError, Unsupported
+from etude.pods.pod import Egress, Pod, PodFileError, Unsupported
 from etude.pods.remote.client import RemoteHostClient
 from etude.pods.workspace import FileChange, FileState, apply_to_pod
 from etude.tasks.base_images import HostSettings, mapped_image, short_image_name
@@ -206,6 +209,17 @@ def test_remote_hosts_need_a_build_only_for_run(tmp_path: Path) -> None:
         asyncio.run(go(running.url))
 
 
+def test_what_an_agent_installed_elsewhere_does_not_hide_its_changes(tmp_path: Path) -> None:
+    task = make_task(tmp_path / "t", "FROM host\nWORKDIR /work\nCOPY x a.py\n", x="1\n")
+
+    async def act(environment: TaskEnvironment) -> None:
+        await environment.pod.exec("echo 2 > a.py; d=/var; for i in $(seq 220); do d=$d/d; done; mkdir -p $d")
+        assert [(change.path, change.text("after")) for change in await environment.changes()] == [("a.py", b"2\n")]
+        assert environment.left_out == ()
+
+    in_environment(task, act)
+
+
 def test_an_agent_that_changed_too_much_to_list_has_changed_nothing(tmp_path: Path) -> None:
     task = make_task(tmp_path / "t", "FROM host\nWORKDIR /work\nCOPY x a.py\n", x="1\n")
 
@@ -313,6 +327,42 @@ def test_variables_of_the_task_come_from_the_caller_only(tmp_path: Path, monkeyp
     with pytest.raises(InputError, match="--env NEEDED=VALUE"):
         in_environment(task, act)
     in_environment(task, act, host_settings=HostSettings(variables={"NEEDED": "given"}))
+
+
+def test_a_task_does_not_allow_itself_this_machine_or_a_private_network(tmp_path: Path) -> None:
+    class Secret(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"secret of the host")
+
+    def task_for(*hosts: str) -> Task:
+        table = f'network_mode = "allowlist"\nallowed_hosts = {json.dumps(hosts)}\n'
+        return make_task(
+            tmp_path / "-".join(hosts), "FROM host\nWORKDIR /work\n", f'schema_version = "1.4"\n[environment]\n{table}'
+        )
+
+    with ThreadingHTTPServer(("0.0.0.0", 0), Secret) as service:
+        threading.Thread(target=service.serve_forever, daemon=True).start()
+        port, name, said = service.server_port, socket.gethostname(), ""
+
+        async def act(environment: TaskEnvironment) -> None:
+            nonlocal said
+            code = f"import urllib.request as r; print(r.urlopen('http://{target}', timeout=20).read().decode())"
+            said = (await environment.pod.exec(["python3", "-c", code])).stdout
+
+        for address in ("127.0.0.1", "[::1]", "10.0.0.1", "192.168.7.7", "169.254.169.254", "[::ffff:127.0.0.1]"):
+            with pytest.raises(InputError, match=r"allowed_hosts has .* address; allow it with --allow"):
+                in_environment(task_for(f"{address}:{port}"), act)
+        target = f"{name}:{port}"  # resolves to an address of this machine
+        in_environment(task_for(target), act)
+        assert "secret" not in said
+        in_environment(task_for(target), act, host_settings=HostSettings(egress=Egress.to("x.example", private=True)))
+        assert "secret" not in said
+        target = f"127.0.0.1:{port}"
+        in_environment(task_for(target), act, host_settings=HostSettings(egress=Egress.to(target)))
+        assert "secret" in said
+        service.shutdown()
 
 
 def test_an_environment_opens_quickly(tmp_path: Path) -> None:

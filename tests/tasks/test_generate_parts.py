@@ -1,6 +1,7 @@
 """The parts of generators without pods: sources, edits, operators, names, git directories, journals, judges."""
 
 import ast
+import hashlib
 import io
 import json
 import random
@@ -14,8 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.errors import InputError
+from etude.tasks.checks.inside.judges import FINAL, judge_answer, judge_findings, judge_scope
+from etude.tasks.checks.inside.patterns import lines_with
 from etude.tasks.generators import prompts
-from etude.tasks.generators.candidate import CandidateRejected, TaskDraft, apply_changes, changes_between
+from etude.tasks.generators.candidate import CandidateRejected, TaskDraft
 from etude.tasks.generators.code import (
     Module,
     SourceEdit,
@@ -28,8 +31,6 @@ from etude.tasks.generators.code import (
 from etude.tasks.generators.compose import merge_drafts
 from etude.tasks.generators.failure_report import FailureReport, mentions_any
 from etude.tasks.generators.generator_run import split_by_weight
-from etude.tasks.generators.inside.judges import WorkspaceView, digests, judge_answer, judge_findings, judge_scope
-from etude.tasks.generators.inside.patterns import lines_with
 from etude.tasks.generators.journal import Journal, JournalEntry, summarize_journals
 from etude.tasks.generators.migration import LEGACY_REWRITES
 from etude.tasks.generators.neutral_edits import neutral_edits
@@ -269,8 +270,8 @@ def test_verifier_finds_every_legacy_rewrite(family: str) -> None:
     module = Module("m.py", OLD)
     legacy = apply_edits(OLD, list(LEGACY_REWRITES[family](module)))
     assert is_parsable(legacy)
-    assert lines_with(family, OLD) == []
-    assert lines_with(family, legacy)
+    assert lines_with(family, ast.parse(OLD)) == []
+    assert lines_with(family, ast.parse(legacy))
 
 
 # ------------------------------------------------------------------------------------------------- requests
@@ -340,14 +341,6 @@ def test_composed_parts_must_not_overlap() -> None:
         merge_drafts(["docs", "docs"], [one, draft("docs")], random.Random(0))
 
 
-@given(
-    st.dictionaries(st.sampled_from("abc"), st.binary(max_size=2)),
-    st.dictionaries(st.sampled_from("abc"), st.binary(max_size=2)),
-)
-def test_changes_between_turn_one_into_the_other(before: dict[str, bytes], after: dict[str, bytes]) -> None:
-    assert apply_changes(before, changes_between(before, after)) == after
-
-
 @given(st.integers(0, 300), st.lists(st.floats(0.1, 3.0), min_size=1, max_size=30))
 def test_split_by_weight_sums_up_and_leaves_no_part_empty(count: int, weights: list[float]) -> None:
     found = split_by_weight(count, weights)
@@ -372,15 +365,14 @@ def test_journal_ignores_an_incomplete_last_line(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------- judges
 
 
-def test_findings_are_scored_by_precision_and_recall(tmp_path: Path) -> None:
+def test_findings_are_scored_by_precision_and_recall() -> None:
     wanted = {
         "file": "review.json",
         "planted": [{"file": "a.py", "first": 10, "last": 10}, {"file": "b.py", "first": 5, "last": 6}],
     }
 
     def score(found: object) -> float:
-        (tmp_path / "review.json").write_text(json.dumps(found))
-        return judge_findings(WorkspaceView(str(tmp_path), {}), wanted, {})[0]
+        return judge_findings(wanted, {"review.json": json.dumps(found).encode()})[0]
 
     right = [{"file": "a.py", "line": 12}, {"file": "./b.py", "line": 4}]
     assert score(right) == 1.0
@@ -392,13 +384,9 @@ def test_findings_are_scored_by_precision_and_recall(tmp_path: Path) -> None:
     assert score("nonsense") == 0.0
 
 
-def test_answers_are_normalized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    final = tmp_path / "final.txt"
-    monkeypatch.setattr("etude.tasks.generators.inside.judges.FINAL", str(final))
-
+def test_answers_are_normalized() -> None:
     def score(text: str, wanted: dict[str, object]) -> float:
-        final.write_text(text)
-        return judge_answer(WorkspaceView(str(tmp_path), {}), wanted, {})[0]
+        return judge_answer(wanted, {FINAL: text.encode()})[0]
 
     value: dict[str, object] = {"accepted": ["'utf-8'", "utf-8"]}
     for text in ("'utf-8'", "`utf-8`.", "The default is utf-8.", "I looked it up in the source.\n\nutf-8\n"):
@@ -407,13 +395,9 @@ def test_answers_are_normalized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert score(text, value) == 0.0, text
 
 
-def test_only_allowed_files_may_change(tmp_path: Path) -> None:
-    (tmp_path / "a.py").write_text("1")
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "docs/x.md").write_text("1")
-    wanted = {"digests": digests(str(tmp_path)), "allowed": ["docs/*"]}
-    (tmp_path / "docs/x.md").write_text("2")
-    (tmp_path / "docs/y.md").write_text("2")
-    assert judge_scope(WorkspaceView(str(tmp_path), digests(str(tmp_path))), wanted, {})[0] == 1.0
-    (tmp_path / "b.py").write_text("2")
-    assert judge_scope(WorkspaceView(str(tmp_path), digests(str(tmp_path))), wanted, {})[0] == 0.0
+def test_only_allowed_files_may_change() -> None:
+    files = {"a.py": b"1", "docs/x.md": b"1"}
+    digests = {path: hashlib.sha256(data).hexdigest() for path, data in files.items()}
+    wanted = {"digests": digests, "allowed": ["docs/*"]}
+    assert judge_scope(wanted, {**files, "docs/x.md": b"2", "docs/y.md": b"2"})[0] == 1.0
+    assert judge_scope(wanted, {**files, "b.py": b"2"})[0] == 0.0

@@ -3,7 +3,6 @@
 import asyncio
 import subprocess
 import sys
-import time
 import tomllib
 from pathlib import Path
 
@@ -39,12 +38,9 @@ def test_two_repositories_give_eighty_validated_tasks_of_all_categories(archives
                 fleet, archives, GenerationOptions(tmp_path / "out", count=80, jobs=2, cache=tmp_path / "cache")
             )
 
-    started = time.monotonic()
     rows = asyncio.run(work())
-    seconds = time.monotonic() - started
     print_yields(rows)
     tasks = [tomllib.loads((path / "task.toml").read_text())["metadata"] for path in find_tasks(tmp_path / "out")]
     assert len(tasks) >= 80
     assert {task["category"] for task in tasks} == CATEGORIES
     assert len({task["repository"] for task in tasks}) == 2
-    assert seconds < 1800, f"{seconds:.0f} s"

@@ -14,9 +14,9 @@ import pytest
 
 from etude.errors import InputError
 from etude.pods import open_fleet
+from etude.tasks.checks.inside.swe_log import NoResult, judge_log, parse_django, parse_pytest, parse_sympy
 from etude.tasks.harbor import read_task
 from etude.tasks.importers import import_tasks
-from etude.tasks.importers.evaluate_inside import NoTestResult, compute_rewards, parse_django, parse_pytest, parse_sympy
 from etude.tasks.importers.instance import patched_paths
 from etude.tasks.trial import commands_agent, nop_agent, oracle_agent, run_trial
 from etude.tasks.verifier_result import VerifierFailed
@@ -105,7 +105,7 @@ def test_a_row_of_swe_gym_becomes_a_task_that_only_the_solution_passes(tmp_path:
     prints = "printf 'print(\"PASSED tests/test_doubling.py::test_value\")\\n' >> doubling.py"
     leaves = "printf 'import os\\nos._exit(0)\\n' >> doubling.py"
     edits = "printf 'def test_value(): pass\\ndef test_type(): pass\\n' > tests/test_doubling.py"
-    assert scores(made, prints, leaves, edits) == [0.0, 1.0, 0.0, None, 0.0]
+    assert scores(made, prints, leaves, edits) == [0.0, 1.0, 0.0, 0.0, 0.0]
 
 
 def test_the_solution_of_a_swe_smith_row_reverts_its_patch(tmp_path: Path, clones: dict[str, Any]) -> None:
@@ -199,6 +199,10 @@ def log(body: str, code: int | str = 0) -> str:
     return f"before\n+ : '>>>>> Start Test Output'\n{body}\n+ : '>>>>> End Test Output'\n>>>>> Test Exit Code: {code}\n"
 
 
+def score(text: str, expected: dict[str, Any]) -> float:
+    return judge_log(expected, {"log": text}, [], {})[0]
+
+
 def expected(**more: Any) -> dict[str, Any]:
     return {"parser": "pytest", "fail_to_pass": ["t.py::a"], "pass_to_pass": ["t.py::b"], **more}
 
@@ -220,7 +224,7 @@ def expected(**more: Any) -> dict[str, Any]:
     ],
 )
 def test_a_log_counts_only_if_its_exit_code_agrees(text: str, reward: float) -> None:
-    assert compute_rewards(text, expected())["reward"] == reward
+    assert score(text, expected()) == reward
 
 
 @pytest.mark.parametrize(
@@ -233,17 +237,15 @@ def test_a_log_counts_only_if_its_exit_code_agrees(text: str, reward: float) -> 
     ],
 )
 def test_a_log_without_test_results_gives_no_reward(text: str) -> None:
-    with pytest.raises(NoTestResult):
-        compute_rewards(text, expected())
+    with pytest.raises(NoResult):
+        score(text, expected())
 
 
 def test_ids_are_compared_up_to_their_first_space() -> None:
     cut = expected(fail_to_pass=["t.py::a[x"], pass_to_pass=["t.py::b[1 2 3]"])
     text = log("PASSED t.py::a[x y] \nPASSED t.py::b[1 2 3]")
-    assert compute_rewards(text, cut)["reward"] == 1.0
-    assert (
-        compute_rewards(log("PASSED t.py::a[x y]\nFAILED t.py::a[x z]\nPASSED t.py::b[1 2 3]", 1), cut)["reward"] == 0.0
-    )
+    assert score(text, cut) == 1.0
+    assert score(log("PASSED t.py::a[x y]\nFAILED t.py::a[x z]\nPASSED t.py::b[1 2 3]", 1), cut) == 0.0
 
 
 def test_logs_of_other_test_runners_are_parsed() -> None:

@@ -76,6 +76,14 @@ def test_run_shows_the_rewards_of_agents(tasks: Path, tmp_path: Path) -> None:
     assert "checking" in etude("run", tasks / "good").stdout
 
 
+def test_a_verifier_cannot_control_the_terminal(tasks: Path) -> None:
+    attack = "printf '\\033]0;evil\\007\\033[2J\\033]52;c;ZXZpbA==\\007'"
+    write_task(tasks / "evil", {**TASK, "tests/test.sh": f"#!/bin/sh\n{attack}\n{CHECK}\n"})
+    shown = etude("run", tasks / "evil").stdout
+    assert "␛[2J" in shown
+    assert "\x1b" not in shown
+
+
 def test_show_and_lint_read_only(tasks: Path) -> None:
     shown = answer("show", tasks / "good")
     assert (shown["name"], shown["category"], shown["network"]) == ("good", "debugging", "no-network")

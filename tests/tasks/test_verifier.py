@@ -11,6 +11,7 @@ from etude.errors import InputError
 from etude.pods import open_fleet
 from etude.pods.workspace import FileChange, FileState
 from etude.tasks.base_images import HostSettings
+from etude.tasks.checks import cases_files
 from etude.tasks.harbor import write_task
 from etude.tasks.reward_file import parse_json, parse_text
 from etude.tasks.task import Task
@@ -180,6 +181,15 @@ def test_protected_files_are_as_the_task_has_them(tmp_path: Path) -> None:
     assert len(found.changes) == 6, "refused changes are still reported"
 
 
+def test_protected_changes_are_named_in_place_too(tmp_path: Path) -> None:
+    config = '[metadata]\ngrading = "in-place"\nprotected = ["checks/**"]\n'
+    test = "echo 1 > /logs/verifier/reward.txt"
+    task = make_task(tmp_path / "t", test, config, **{"environment/repo/checks/one": "one\n"})
+    moved = run_agent(task, commands_agent("mv checks old; ln -s old checks"))
+    assert moved.facts["protected"] == ["checks"]
+    assert "protected" not in run_agent(task, commands_agent("echo b > a.txt")).facts
+
+
 def test_an_in_place_verifier_sees_files_outside_the_workspace(tmp_path: Path) -> None:
     test = "test -e /srv/done && echo 1 > /logs/verifier/reward.txt || echo 0 > /logs/verifier/reward.txt"
     agent = commands_agent("touch /srv/done; mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.json")
@@ -192,12 +202,12 @@ def test_an_in_place_verifier_sees_files_outside_the_workspace(tmp_path: Path) -
 
 
 def test_a_forged_reward_is_zero(tmp_path: Path) -> None:
-    """Our verifier writes back the seal it is given; a reward without the seal was written by other code."""
-    test = "[ -e pay ] || cat /tests/.seal > /logs/verifier/seal; echo 1 > /logs/verifier/reward.txt"
-    task = make_task(tmp_path / "t", test, **{"tests/.seal": ""})
-    assert run_agent(task).rewards == {"reward": 1.0}
-    forged = run_agent(task, commands_agent("touch pay"))
-    assert forged.rewards == {"reward": 0.0}
+    """Observing submitted code writes no reward file: one that exists was written by that code, right or wrong."""
+    task = make_task(tmp_path / "t", "", **cases_files([{"id": "one", "call": "a:one", "returns": "1"}]))  # type: ignore[arg-type]
+    right, pay = "def one(): return 1", "open('/logs/verifier/reward.txt', 'w').write('1')"
+    assert run_agent(task, commands_agent(f"echo '{right}' > a.py")).score == 1.0
+    forged = run_agent(task, commands_agent(f'echo "{pay}" > a.py; echo "{right}" >> a.py'))
+    assert forged.score == 0.0
     assert forged.facts["forged"] is True
 
 
@@ -303,6 +313,15 @@ def test_steps_are_verified_in_order_and_a_low_reward_ends_the_trial(
     found = run_agent(stepped(tmp_path / "t", strategy), act)
     assert found.rewards == pytest.approx(rewards)
     assert ("stopped" in found.facts) == (one == "0.4")
+
+
+def test_what_one_step_found_is_kept(tmp_path: Path) -> None:
+    """The gates of the rewards see an attack in any step, not only in the last."""
+    task = stepped(tmp_path / "t")
+    first = VerifierResult({"reward": 0.0}, facts={"forged": True, "protected": ["tests"], "seconds": {}})
+    combined = combine_step_results(task, [first, VerifierResult({"reward": 1.0})])
+    assert combined.facts["forged"] is True
+    assert combined.facts["protected"] == ["tests"]
 
 
 def test_a_multi_step_task_is_verified_step_by_step_only(tmp_path: Path) -> None:

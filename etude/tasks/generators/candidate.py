@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from etude.tasks.checks import VerifierCheck
 from etude.tasks.generators.executor import Changes, ExecutionResult
 from etude.tasks.generators.repository import Repository
 from etude.tasks.task import Category
@@ -42,15 +43,6 @@ class WorkspaceState:
 
 
 @dataclass(frozen=True)
-class VerifierCheck:
-    """One check of a verifier. The tested code may see `run`, never `expected`."""
-
-    kind: str
-    run: Mapping[str, Any] = field(default_factory=dict)
-    expected: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class TaskDraft:
     """A task before it is written to files."""
 
@@ -63,7 +55,6 @@ class TaskDraft:
     solution: Changes  # relative to the workspace
     checks: tuple[VerifierCheck, ...]
     suite: Mapping[str, bytes] = field(default_factory=dict)  # copied into the workspace before verification
-    verifier_data: Mapping[str, bytes] = field(default_factory=dict)  # other files of the verifier
     protected: tuple[str, ...] = ()
     may_edit: bool = True
     answer: str = ""  # a correct final message
@@ -121,12 +112,6 @@ def apply_changes(files: Mapping[str, bytes], *layers: Changes) -> dict[str, byt
             else:
                 files_after[path] = data
     return files_after
-
-
-def changes_between(before: Mapping[str, bytes], after: Mapping[str, bytes]) -> dict[str, bytes | None]:
-    """Return the changes that turn `before` into `after`."""
-    changed: dict[str, bytes | None] = {path: data for path, data in after.items() if before.get(path) != data}
-    return {**changed, **{path: None for path in before if path not in after}}
 
 
 def revert_changes(repository: Repository, workspace: Changes) -> dict[str, bytes | None]:

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from etude.errors import Interrupted
+from etude.system.terminal import Console
 
 if TYPE_CHECKING:
     from etude.tasks.generators.journal import GeneratorYield

@@ -16,6 +16,11 @@ FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 Definition = FunctionNode | ast.ClassDef
 
 
+def source_text(data: bytes) -> str:
+    """Return a file as text that the verifier turns into the same bytes."""
+    return data.decode("utf-8", "surrogateescape")
+
+
 @dataclass(frozen=True)
 class SourceEdit:
     """Replace bytes `start` to `end` of a file by `text`."""

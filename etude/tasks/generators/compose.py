@@ -5,13 +5,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
+from etude.tasks.checks import VerifierCheck
 from etude.tasks.generators import prompts
 from etude.tasks.generators.candidate import (
     GENERATORS,
     CandidateRejected,
     TaskCandidate,
     TaskDraft,
-    VerifierCheck,
     generator,
 )
 from etude.tasks.generators.executor import Changes, ExecutionResult
@@ -80,7 +80,6 @@ def merge_drafts(names: Sequence[str], drafts: Sequence[TaskDraft], rng: random.
         solution=solution,
         checks=_merge_checks(drafts),
         suite=_merge_suites(drafts),
-        verifier_data=_without_removals(_merge_changes(*(draft.verifier_data for draft in drafts))),
         protected=tuple(dict.fromkeys(_merge_protected(drafts))),
         forbidden_words=tuple(dict.fromkeys(word for draft in drafts for word in draft.forbidden_words)),
         metadata={"parts": list(names), "categories": sorted({draft.category for draft in drafts})},
@@ -94,10 +93,6 @@ def _merge_changes(*layers: Changes) -> dict[str, bytes | None]:
             if found.setdefault(path, data) != data:
                 raise CandidateRejected("overlap", f"two parts change {path}")
     return found
-
-
-def _without_removals(changes: Changes) -> dict[str, bytes]:
-    return {path: data for path, data in changes.items() if data is not None}
 
 
 def _merge_checks(drafts: Sequence[TaskDraft]) -> tuple[VerifierCheck, ...]:

@@ -5,12 +5,12 @@ import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
+from etude.tasks.checks import VerifierCheck
 from etude.tasks.generators import prompts
 from etude.tasks.generators.candidate import (
     CandidateRejected,
     TaskCandidate,
     TaskDraft,
-    VerifierCheck,
     apply_changes,
     generator,
     revert_changes,
@@ -23,6 +23,7 @@ from etude.tasks.generators.code import (
     is_parsable,
     mentions,
     parameters,
+    source_text,
 )
 from etude.tasks.generators.executor import ExecutionResult
 from etude.tasks.generators.identifiers import NOUNS
@@ -180,11 +181,10 @@ def _candidate(
             workspace=workspace,
             solution=revert_changes(repository, workspace),
             checks=(
-                VerifierCheck("code", {}, {"files": [file]}),
+                VerifierCheck("code", {}, {"files": {file: source_text(repository.files[file])}}),
                 VerifierCheck("docstrings", {}, {"items": list(docstring_specs)}),
                 scope_check(files, (f"/{file}", "docs/*", "*.md", "*.rst")),
             ),
-            verifier_data={f"original/{file}": repository.files[file]},
             protected=(),
         )
 

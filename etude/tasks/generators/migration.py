@@ -8,12 +8,13 @@ import ast
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from etude.tasks.checks import VerifierCheck
+from etude.tasks.checks.inside.patterns import lines_with
 from etude.tasks.generators import prompts
 from etude.tasks.generators.candidate import (
     CandidateRejected,
     TaskCandidate,
     TaskDraft,
-    VerifierCheck,
     WorkspaceState,
     generator,
     revert_changes,
@@ -28,7 +29,6 @@ from etude.tasks.generators.code import (
     is_parsable,
 )
 from etude.tasks.generators.executor import ExecutionResult
-from etude.tasks.generators.inside.patterns import lines_with
 from etude.tasks.generators.repository import Repository
 from etude.tasks.generators.task_writer import protected_globs, pytest_check, suite_files
 
@@ -318,8 +318,8 @@ def make_draft(
     for file, data in workspace.items():
         if data is None or not is_parsable(data):
             raise CandidateRejected("no-python", f"{file} does not parse in the legacy form")
-        allowed[file] = len(lines_with(family, repository.files[file]))
-        if len(lines_with(family, data)) <= allowed[file]:
+        allowed[file] = len(lines_with(family, ast.parse(repository.files[file])))
+        if len(lines_with(family, ast.parse(data))) <= allowed[file]:
             raise CandidateRejected("not-old", f"{file} has nothing to migrate")
     count = sum(map(len, edits.values()))
     files = " and ".join(filter(None, [", ".join(sorted(edits)[:-1]), sorted(edits)[-1]]))

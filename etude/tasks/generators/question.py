@@ -4,8 +4,9 @@ import ast
 import random
 from collections.abc import Iterator, Mapping
 
+from etude.tasks.checks import VerifierCheck
 from etude.tasks.generators import prompts
-from etude.tasks.generators.candidate import CandidateRejected, TaskCandidate, TaskDraft, VerifierCheck, generator
+from etude.tasks.generators.candidate import CandidateRejected, TaskCandidate, TaskDraft, generator
 from etude.tasks.generators.code import FunctionNode, definitions
 from etude.tasks.generators.executor import ExecutionResult
 from etude.tasks.generators.failure_report import call_of, is_self_contained, one_line

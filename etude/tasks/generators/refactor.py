@@ -7,12 +7,12 @@ import ast
 import random
 from collections.abc import Iterator, Mapping
 
+from etude.tasks.checks import VerifierCheck
 from etude.tasks.generators import prompts
 from etude.tasks.generators.candidate import (
     CandidateRejected,
     TaskCandidate,
     TaskDraft,
-    VerifierCheck,
     WorkspaceState,
     generator,
 )

@@ -7,12 +7,12 @@ contains the code before the change.
 import random
 from collections.abc import Iterator, Mapping, Sequence
 
+from etude.tasks.checks import VerifierCheck
 from etude.tasks.generators import prompts
 from etude.tasks.generators.candidate import (
     CandidateRejected,
     TaskCandidate,
     TaskDraft,
-    VerifierCheck,
     WorkspaceState,
     apply_changes,
     generator,

@@ -1,21 +1,19 @@
 """Write a draft as the files of a Harbor task directory."""
 
 import hashlib
-import json
 import re
 from collections.abc import Mapping
 from typing import Any
 
 import tomli_w
 
-from etude.pods.payload import pack
+from etude.tasks.checks import VerifierCheck, check_files
 from etude.tasks.environment import FINAL_MESSAGE
-from etude.tasks.generators.candidate import CandidateRejected, TaskDraft, VerifierCheck, apply_changes
+from etude.tasks.generators.candidate import CandidateRejected, TaskDraft, apply_changes
 from etude.tasks.generators.code import mentions
-from etude.tasks.generators.executor import POD_MODULES, WORKSPACE, dockerfile, run_spec
+from etude.tasks.generators.executor import WORKSPACE, dockerfile, run_spec
 from etude.tasks.generators.repository import Repository
 from etude.tasks.generators.single_commit_repo import single_commit_git_dir
-from etude.tasks.runner import VERIFIER_SH
 
 VERIFIER_TIMEOUT_S = 300.0
 TaskFiles = dict[str, str | bytes]
@@ -36,7 +34,7 @@ def task_files(repository: Repository, draft: TaskDraft, name: str, source: str,
         **{f"environment/repo/{path}": data for path, data in workspace.items()},
         **{f"environment/repo/.git/{path}": data for path, data in single_commit_git_dir(committed).items()},
         **solution_files(draft),
-        **verifier_files(draft),
+        **check_files(draft.checks, suite=draft.suite, workspace=WORKSPACE),
     }
     return files
 
@@ -46,6 +44,7 @@ def task_toml(repository: Repository, draft: TaskDraft, name: str, source: str, 
         "category": draft.category,
         "may_edit": draft.may_edit,
         "protected": list(draft.protected),
+        "sealed_history": True,
         "source": source,
         "repository": repository.label,
         "seed": seed,
@@ -87,20 +86,6 @@ def solution_files(draft: TaskDraft) -> TaskFiles:
 
 def _quoted(path: str) -> str:
     return "'" + path.replace("'", "'\\''") + "'"
-
-
-def verifier_files(draft: TaskDraft) -> TaskFiles:
-    program = pack("etude.tasks.generators.inside.checks:main", *POD_MODULES, bytecode=False)
-    check_spec = {"workspace": WORKSPACE, "checks": [{"kind": check.kind, **check.run} for check in draft.checks]}
-    return {
-        "tests/.seal": "sealed\n",  # requests a seal
-        "tests/test.sh": VERIFIER_SH.format(program="checks.pyz"),
-        "tests/checks.pyz": program.data,
-        "tests/checks.json": json.dumps(check_spec, indent=1) + "\n",
-        "tests/expected.json": json.dumps([dict(check.expected) for check in draft.checks], indent=1) + "\n",
-        **{f"tests/suite/{path}": data for path, data in draft.suite.items()},
-        **{f"tests/{path}": data for path, data in draft.verifier_data.items()},
-    }
 
 
 # ------------------------------------------------------------------------------------------------- checks

@@ -10,12 +10,12 @@ import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 
+from etude.tasks.checks import VerifierCheck
 from etude.tasks.generators import prompts
 from etude.tasks.generators.candidate import (
     CandidateRejected,
     TaskCandidate,
     TaskDraft,
-    VerifierCheck,
     WorkspaceState,
     apply_changes,
     generator,
@@ -29,6 +29,7 @@ from etude.tasks.generators.code import (
     mentions,
     parse,
     remove_definitions,
+    source_text,
 )
 from etude.tasks.generators.executor import ExecutionResult, run_spec
 from etude.tasks.generators.failure_report import test_name, test_text, without_tests
@@ -138,8 +139,10 @@ def make_draft(
     ]
     if len(killed) < KEPT_MUTANTS:
         raise CandidateRejected("survives", f"{len(killed)} of {len(mutants)} mutants fail its tests")
-    killed = killed[:KEPT_MUTANTS]
     file = function.file
+    correct: list[bytes | None] = [None, equivalent]  # None: the submitted code as it is
+    versions = [*correct, *killed[:KEPT_MUTANTS]]
+    random.Random(versions[-1]).shuffle(versions)  # which are correct is not to be seen from their order
     workspace = dict(without_tests(repository, tests))
     files = apply_changes(repository.files, workspace)
     directories = list(repository.source.test_directories) or ["."]
@@ -150,9 +153,13 @@ def make_draft(
         **run_spec(repository.source, repository.plugins, [], 15.0 + 10 * repository.total_duration(tests)),
         "known": known,
         "directories": directories,
-        "count": KEPT_MUTANTS,
+        "versions": [{file: source_text(data)} if data is not None else {} for data in versions],
     }
-    verifier_data = {f"mutants/{number}/{file}": data for number, data in enumerate(killed)}
+    expected = {
+        "versions": len(versions),
+        "correct": [number for number, data in enumerate(versions) if data in correct],
+        "least": math.ceil(MIN_KILLED_SHARE * KEPT_MUTANTS),
+    }
     return TaskDraft(
         category="testing",
         family="function" if not function.owner else "method",
@@ -162,10 +169,9 @@ def make_draft(
         workspace=workspace,
         solution={removed_tests_file(repository, tests)[0]: removed_tests_file(repository, tests)[1]},
         checks=(
-            VerifierCheck("mutants", run, {"least": math.ceil(MIN_KILLED_SHARE * KEPT_MUTANTS)}),
+            VerifierCheck("mutants", run, expected),
             scope_check(files, tuple("*" if directory == "." else f"/{directory}/*" for directory in directories)),
         ),
-        verifier_data={**verifier_data, f"equal/0/{file}": equivalent},
         protected=tuple(sorted({each.rpartition("/")[0] + "/**" for each in repository.source.modules if "/" in each})),
         metadata={"removed": len(tests)},
     )

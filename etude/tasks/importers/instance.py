@@ -1,6 +1,5 @@
 """An instance (an issue of a repository with its tests) of any supported set, and its conversion to a Harbor task."""
 
-import json
 import os
 import re
 import subprocess
@@ -13,7 +12,8 @@ from typing import Any
 import tomli_w
 
 from etude.errors import InputError
-from etude.pods.payload import pack
+from etude.system.git import run_git
+from etude.tasks.checks import VerifierCheck, check_files
 
 WORKSPACE = "/testbed"
 TIMEOUT_S = 1800.0
@@ -77,8 +77,6 @@ def task_files(instance: Instance, clone: Path | None) -> dict[str, str | bytes]
     files: dict[str, str | bytes] = {
         "task.toml": tomli_w.dumps(_config(instance)),
         "instruction.md": instance.statement.strip() + "\n",
-        "tests/test.sh": "#!/bin/sh\nexec python3 /tests/evaluate.pyz\n",
-        "tests/evaluate.pyz": pack("etude.tasks.importers.evaluate_inside:main", bytecode=False).data,
     }
     if not instance.fail_to_pass:
         raise InputError("FAIL_TO_PASS is empty; expected at least one test that the solution makes pass")
@@ -97,6 +95,7 @@ def _config(instance: Instance) -> dict[str, Any]:
             "source": instance.source,
             "repo": instance.repo,
             "protected": list(instance.test_files),
+            "sealed_history": True,
             "base_commit": instance.base_commit,
             **instance.metadata,
         },
@@ -140,9 +139,11 @@ SINGLE_COMMIT = (
 
 def export_tree(clone: Path, commit: str, patches: Sequence[str]) -> dict[str, bytes]:
     """Return the files of a clone at a commit, with patches applied."""
+    if commit.startswith("-"):
+        raise InputError(f"{clone}: {commit!r} is not a commit")  # git would take it for an option
     with tempfile.TemporaryDirectory(prefix="etude-export-") as directory:
         top = Path(directory)
-        packed = _git(clone, "archive", "--format=tar", commit or "HEAD")
+        packed = run_git(clone, "archive", "--format=tar", commit or "HEAD")
         subprocess.run(["tar", "-x"], cwd=top, input=packed, check=True)
         for patch in patches:
             apply_patch(top, patch)
@@ -150,35 +151,27 @@ def export_tree(clone: Path, commit: str, patches: Sequence[str]) -> dict[str, b
         return {path.relative_to(top).as_posix(): path.read_bytes() for path in paths}
 
 
-def apply_patch(top: Path, patch: str, reverse: bool = False) -> None:
+def apply_patch(top: Path, patch: str) -> None:
     """Apply a patch to a directory that is not a repository; git refuses paths that leave it."""
     environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(top.parent), "GIT_CONFIG_GLOBAL": "/dev/null"}
-    command = ["git", "apply", "--whitespace=nowarn", *(["-R"] if reverse else []), "-"]
+    command = ["git", "apply", "--whitespace=nowarn", "-"]
     text = patch if patch.endswith("\n") else patch + "\n"
     done = subprocess.run(command, cwd=top, input=text.encode(), capture_output=True, env=environment)
     if done.returncode != 0:
         raise InputError(f"the patch does not apply: {done.stderr.decode('utf-8', 'replace').strip()[:300]}")
 
 
-def _git(clone: Path, *arguments: str) -> bytes:
-    done = subprocess.run(["git", "-C", str(clone), *arguments], capture_output=True)
-    if done.returncode != 0:
-        raise InputError(f"{clone}: git {arguments[0]}: {done.stderr.decode('utf-8', 'replace').strip()[:300]}")
-    return done.stdout
-
-
 # ------------------------------------------------------------------------------------------------- tests, solution
 
 
 def _tests(instance: Instance, clone: Path | None) -> dict[str, str | bytes]:
-    """Return eval.sh, the expected test results, and the test files or test patch."""
+    """Return the check, eval.sh, and the test files or test patch."""
     expected = {
         "parser": instance.parser,
-        "workspace": WORKSPACE,
         "fail_to_pass": list(instance.fail_to_pass),
         "pass_to_pass": list(instance.pass_to_pass),
     }
-    found: dict[str, str | bytes] = {"tests/expected.json": json.dumps(expected, indent=1) + "\n"}
+    found = check_files([VerifierCheck("log", {"script": "eval.sh"}, expected)], workspace=WORKSPACE)
     if instance.eval_script:
         return {**found, "tests/eval.sh": instance.eval_script}
     if clone is not None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import sys
 
-from etude.tasks.generators.inside.executed_checks import wheel
+from etude.tasks.checks.inside.observers import observe_wheel
 
 
 def main() -> None:
-    print("\n" + json.dumps(wheel({}, sys.argv[1])))
+    print("\n" + json.dumps(observe_wheel({}, sys.argv[1])))

@@ -17,18 +17,23 @@ import os
 import shutil
 import sys
 import time
-from typing import Any
 
-from etude.tasks.runner.guard import (
+from etude.tasks.checks.inside.guard import (
     HERE,
-    JsonObject,
-    Send,
+    child_env,
+    import_roots,
     prepare_workspace,
     private_directory,
     run_guarded,
     use_site_packages,
 )
-from etude.tasks.runner.inside import child_env, import_roots, pytest_options
+from etude.tasks.checks.inside.pytest_run import pytest_options
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    from etude.tasks.checks.inside.guard import JsonObject, Send
 
 MAX_FAILURE_CHARS = 6_000  # kept of a failure
 MAX_TESTS_PER_LINE = 500  # above it only their number is kept: a line that most tests execute is not informative

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 MODULE = ("typing", "t", "_t")
 TYPING = ("List", "Dict", "Set", "FrozenSet", "Tuple", "Type", "Optional", "Union")
@@ -78,6 +81,34 @@ def maps(tree: ast.AST) -> Iterator[ast.AST]:
                 yield node
 
 
+def text_formatting(tree: ast.AST) -> Iterator[ast.AST]:
+    """`"..." % x`, and `x.format(...)` of anything: replaced by f-strings"""
+    yield from percent(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "format":
+            yield node
+
+
+def none_comparisons(tree: ast.AST) -> Iterator[ast.AST]:
+    """`x == None`"""
+    for node, sides in _equality_comparisons(tree):
+        if any(isinstance(side, ast.Constant) and side.value is None for side in sides):
+            yield node
+
+
+def type_comparisons(tree: ast.AST) -> Iterator[ast.AST]:
+    """`type(x) == y`"""
+    for node, sides in _equality_comparisons(tree):
+        if any(isinstance(side, ast.Call) and getattr(side.func, "id", "") == "type" for side in sides):
+            yield node
+
+
+def _equality_comparisons(tree: ast.AST) -> Iterator[tuple[ast.Compare, list[ast.expr]]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.Eq, ast.NotEq)):
+            yield node, [node.left, *node.comparators]
+
+
 def _calls(node: ast.Call, names: tuple[str, ...]) -> bool:
     return isinstance(node.func, ast.Name) and node.func.id in names and bool(node.args)
 
@@ -94,9 +125,12 @@ PATTERNS: dict[str, Callable[[ast.AST], Iterator[ast.AST]]] = {
     "literals": literals,
     "os-errors": os_errors,
     "maps": maps,
+    "text-formatting": text_formatting,
+    "none-comparisons": none_comparisons,
+    "type-comparisons": type_comparisons,
 }
 
 
-def lines_with(family: str, source: bytes) -> list[int]:
-    """Return the lines of a file that have a legacy pattern; raise SyntaxError if it is not Python."""
-    return sorted(getattr(node, "lineno", 0) for node in PATTERNS[family](ast.parse(source)))
+def lines_with(family: str, tree: ast.AST) -> list[int]:
+    """Return the lines of a file that have a legacy pattern."""
+    return sorted(getattr(node, "lineno", 0) for node in PATTERNS[family](tree))

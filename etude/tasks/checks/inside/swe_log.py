@@ -1,27 +1,19 @@
-"""Verifier of imported SWE tasks: computes rewards from the log of the test run. Standard library only.
+"""Judges the log of a public set's own test script (SWE-bench and its relatives) with the parsers of those sets.
 
-This file is placed in tests/ as evaluate.py, beside:
-
-    eval.sh        prints `>>>>> Start Test Output`, runs the tests, prints `>>>>> End Test Output` and then
-                   `>>>>> Test Exit Code: N`
-    expected.json  fail_to_pass, pass_to_pass, the name of the log parser, the workspace
-    suite/         test files to restore in the workspace before the run
-
-The reward is 1 if every listed test passed and the exit code agrees with the log. A log without any test result gives
-no reward. Test ids are compared up to their first space, because the sets' lists are cut off there.
+The script prints `>>>>> Start Test Output`, the output of the tests, `>>>>> End Test Output` and then
+`>>>>> Test Exit Code: N`. The score is 1 if every listed test passed and the exit code agrees with the log. A log
+without any test result gives no reward. Test ids are compared up to their first space, because the sets' lists are cut
+off there.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import shutil
-import subprocess
-import sys
-from typing import Any
 
-HERE = os.path.dirname(os.path.abspath(sys.argv[0]))
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from etude.tasks.checks.inside.guard import JsonObject
+
 START, END, CODE = (
     ">>>>> Start Test Output",
     ">>>>> End Test Output",
@@ -35,21 +27,21 @@ DJANGO["expected failure"] = "XFAIL"
 SYMPY = {"ok": "PASSED", "F": "FAILED", "E": "ERROR", "s": "SKIPPED", "f": "XFAIL"}
 
 
-class NoTestResult(Exception):
-    """The log has no test results, so there is no reward."""
+class NoResult(Exception):
+    """There is no reward: the submitted code was not observed as the check requires."""
 
 
 def test_output(log: str) -> tuple[str, int]:
     """Return the output of the tests and the exit code recorded after it."""
     for marker in FAILURE_MARKERS:
         if marker in log:
-            raise NoTestResult(f"the log contains {marker!r}")
+            raise NoResult(f"the log contains {marker!r}")
     if START not in log or END not in log:
-        raise NoTestResult("the tests did not finish: a marker is missing")
+        raise NoResult("the tests did not finish: a marker is missing")
     inside = log.split(START, 1)[1].rpartition(END)[0]  # up to the last marker: tests may print one themselves
     codes = CODE.findall(log.rpartition(END)[2])
     if not codes:
-        raise NoTestResult("no exit code was recorded")
+        raise NoResult("no exit code was recorded")
     return inside, int(codes[-1])
 
 
@@ -125,62 +117,18 @@ def status_of(name: str, found: dict[str, str]) -> str:
     return max(longer, key=lambda status: SEVERITY[status]) if longer and "(" not in name else "MISSING"
 
 
-def compute_rewards(log: str, expected: dict[str, Any]) -> dict[str, float]:
-    """Return the rewards for a log; raise NoTestResult if it has no test results."""
-    text, code = test_output(log)
+def judge_log(expected: JsonObject, observed: JsonObject, secret: object, files: object) -> tuple[float, list[str]]:
+    """Check that all listed tests passed; raise NoResult if the log has no test results."""
+    text, code = test_output(observed["log"])
     found = PARSERS[expected["parser"]](text)
     if not found:
         if code != 0:
-            print(f"no test reported a result, and the exit code is {code}")
-            return {"reward": 0.0, "fail_to_pass": 0.0, "pass_to_pass": 0.0}
-        raise NoTestResult("no test reported a result")
+            return 0.0, [f"no test reported a result, and the exit code is {code}"]
+        raise NoResult("no test reported a result")
     failing = [name for name, status in found.items() if status in ("FAILED", "ERROR")]
-    agrees = bool(failing) == (code != 0)
-    if not agrees:
-        print(f"inconsistent: the exit code is {code}, but {len(failing)} tests are shown as failing")
-    shares, wrong = {}, []
-    for kind in ("fail_to_pass", "pass_to_pass"):
-        names = expected[kind]
-        bad = [name for name in names if status_of(name, found) not in ("PASSED", "XFAIL")]
-        wrong += [f"{name}: {status_of(name, found)}" for name in bad]
-        shares[kind] = 1.0 - len(bad) / len(names) if names else 1.0
-    for line in wrong[:50]:
-        print(line)
-    return {"reward": float(not wrong and agrees), **shares}
-
-
-def restore_suite(workspace: str) -> None:
-    """Copy the task's own test files into the workspace, replacing files, directories and links in their way."""
-    suite = os.path.join(HERE, "suite")
-    for directory, _, files in os.walk(suite):
-        for name in files:
-            source = os.path.join(directory, name)
-            target = os.path.join(workspace, os.path.relpath(source, suite))
-            path = workspace
-            for part in os.path.relpath(os.path.dirname(target), workspace).split("/"):
-                path = os.path.normpath(os.path.join(path, part))
-                if os.path.islink(path) or (os.path.lexists(path) and not os.path.isdir(path)):
-                    os.unlink(path)  # never write through a link made by the agent
-                os.makedirs(path, exist_ok=True)
-            if os.path.lexists(target):
-                shutil.rmtree(target) if os.path.isdir(target) and not os.path.islink(target) else os.unlink(target)
-            shutil.copy(source, target)
-
-
-def main() -> int:
-    with open(os.path.join(HERE, "expected.json")) as file:
-        expected = json.load(file)
-    restore_suite(expected["workspace"])
-    command = ["bash", os.path.join(HERE, "eval.sh")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=expected["workspace"]) as run:
-        log = (run.stdout.read() if run.stdout else b"").decode("utf-8", "replace")
-    print(log)
-    try:
-        rewards = compute_rewards(log, expected)
-    except NoTestResult as error:
-        print(f"no reward: {error}")
-        return 1
-    os.makedirs("/logs/verifier", exist_ok=True)
-    with open("/logs/verifier/reward.json", "w") as file:
-        json.dump(rewards, file)
-    return 0
+    problems = []
+    if bool(failing) != (code != 0):
+        problems.append(f"inconsistent: the exit code is {code}, but {len(failing)} tests are shown as failing")
+    statuses = {name: status_of(name, found) for kind in ("fail_to_pass", "pass_to_pass") for name in expected[kind]}
+    problems += [f"{name}: {status}" for name, status in statuses.items() if status not in ("PASSED", "XFAIL")]
+    return float(not problems), problems

@@ -1,9 +1,9 @@
-"""Runs untrusted code in a child process and returns its results. Shipped in a task's tests/; standard library only.
+"""Runs submitted code in a child process of another user and returns its results. Standard library only.
 
-The tested code runs under its own user: it cannot read the verifier's files, signal the verifier, or write rewards.
-`run_guarded` returns when every process of the child is dead. Results come through a pipe, and each message starts with
-a secret that the tested code is not told. If the pod has no other users (pods made without root), the child keeps our
-user, and only the seal exposes a forged reward.
+The child cannot read the verifier's files, signal the verifier, or write rewards. `run_guarded` returns when every
+process of the child is dead. Results come through a pipe, and each message starts with a secret that the submitted code
+is not told. If the pod has no other users (pods made without root), the child keeps our user: all that comes back is
+then what the submitted code chose to send. No process here knows an expected result.
 """
 
 from __future__ import annotations
@@ -14,21 +14,25 @@ import os
 import select
 import shutil
 import signal
+import site  # without effect under -S; the child may not be able to read it
 import stat
 import sys
 import time
-from collections.abc import Callable
-from typing import Any, NoReturn
 
-ARCHIVE = os.path.abspath(sys.argv[0])  # this program, a zip file (`etude.pods.payload`)
-HERE = os.path.dirname(ARCHIVE)
-LOGS = "/logs/verifier"
-TESTER = 54321  # user and group id of the tested code only
+TYPE_CHECKING = False  # Python 3.8 and a fast start: no typing at run time
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any, NoReturn
+
+    JsonObject = dict[str, Any]
+    Send = Callable[[JsonObject], None]
+
+PROGRAM = os.path.abspath(sys.argv[0])  # this program, a zip file or a directory (`etude.pods.payload`)
+HERE = os.path.dirname(PROGRAM)
+TESTER = 54321  # user and group id of the submitted code only
 MAX_OUTPUT = 32 << 10  # bytes kept of the child's output
-MAX_MESSAGES = 64 << 20  # bytes read of the child's messages
+MAX_MESSAGES = 8 << 20  # bytes read of the child's messages
 PATH = os.environ.get("PATH", "/usr/local/bin:/usr/bin:/bin")
-JsonObject = dict[str, Any]
-Send = Callable[[JsonObject], None]
 
 
 class VerifierBroken(Exception):
@@ -63,7 +67,7 @@ def run_guarded(
     """Call `work` in a child process of another user; on return no process of the child is left.
 
     `work` gets a function that sends a message to the parent. The child is a fork of this process, so anything that the
-    tested code must not know must not have been read before.
+    submitted code must not know must not have been read before.
     """
     secret = os.urandom(24).hex()
     pipes = [os.pipe() for _ in range(3)]
@@ -204,16 +208,16 @@ def _authentic_messages(lines: list[bytes], secret: bytes) -> list[JsonObject]:
     found = []
     for line in lines:
         if line.startswith(secret):
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, RecursionError):
                 found.append(json.loads(line[len(secret) :]))
-    return found
+    return [message for message in found if isinstance(message, dict)]
 
 
 # ------------------------------------------------------------------------------------------------- killing
 
 
 def kill_all(group: int) -> None:
-    """Kill every process that the tested code started, in any session, and wait until none is left."""
+    """Kill every process that the submitted code started, in any session, and wait until none is left."""
     for _ in range(300):
         with contextlib.suppress(OSError):
             os.killpg(group, signal.SIGKILL)
@@ -228,7 +232,7 @@ def kill_all(group: int) -> None:
         if not left:
             return
         time.sleep(0.01)
-    raise VerifierBroken("processes of the tested code cannot be killed")
+    raise VerifierBroken("processes of the submitted code cannot be killed")
 
 
 def _kill_as_tester() -> None:
@@ -333,7 +337,7 @@ def _real_directories(workspace: str, inside: str) -> None:
 
 
 def prepare_workspace(workspace: str) -> None:
-    """Remove bytecode, which could differ from its source, and let the tested code create files: directories become
+    """Remove bytecode, which could differ from its source, and let the submitted code create files: directories become
     sticky and keep their owner, so it can add files but not replace existing ones."""
     for directory, names, files in os.walk(workspace):
         for name in [name for name in names if name == "__pycache__"]:
@@ -346,53 +350,30 @@ def prepare_workspace(workspace: str) -> None:
             os.chmod(directory, stat.S_ISVTX | 0o777)
 
 
+def import_roots(spec: JsonObject, workspace: str) -> list[str]:
+    """Return the directories of the workspace from which modules are imported."""
+    return [os.path.normpath(os.path.join(workspace, path)) for path in spec.get("paths", ["."])]
+
+
+def child_env(spec: JsonObject, workspace: str) -> dict[str, str]:
+    """Return the child's environment. PYTHON* is for programs that tests start: the child itself does not read it."""
+    defaults = {
+        "PYTHONPATH": ":".join(import_roots(spec, workspace)),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONHASHSEED": "0",
+    }
+    return {**defaults, **spec.get("env", {})}
+
+
 def use_site_packages() -> None:
     """Add the image's packages to sys.path without running sitecustomize or adding the user's site directory.
 
     Also remove the verifier's own modules: a module of the workspace may have the same name.
     """
-    import site
-
-    sys.path[:] = [path for path in sys.path if os.path.abspath(path) != ARCHIVE]
+    sys.path[:] = [path for path in sys.path if os.path.abspath(path) != PROGRAM]
     for name in [name for name in sys.modules if name.split(".")[0] == __name__.split(".")[0]]:
         del sys.modules[name]
     sys.modules["__main__"] = type(sys)("__main__")
     known = site.venv(site.removeduppaths())
     site.addsitepackages(known or set())
     sys.dont_write_bytecode = True
-
-
-# ------------------------------------------------------------------------------------------------- rewards
-
-
-def restrict_verifier_files() -> str:
-    """Deny the tested code access to the verifier's files and the reward directory; return the seal, or ""."""
-    seal = ""
-    path = os.path.join(HERE, ".seal")
-    with contextlib.suppress(FileNotFoundError, PermissionError):  # no seal is required then
-        with open(path) as file:
-            seal = file.read()
-        os.unlink(path)
-    os.makedirs(LOGS, exist_ok=True)
-    for directory in (HERE, LOGS):
-        with contextlib.suppress(PermissionError):
-            os.chmod(directory, 0o700)
-    return seal
-
-
-def write_rewards(rewards: dict[str, float], seal: str = "", report: JsonObject | None = None) -> None:
-    """Write the rewards, the seal and an optional report. Call when no process of the tested code is left."""
-    if report is not None:
-        _write_log_file("report.json", json.dumps(report, indent=1, sort_keys=True))
-    _write_log_file("reward.json", json.dumps(rewards))
-    if seal:
-        _write_log_file("seal", seal)
-
-
-def _write_log_file(name: str, text: str) -> None:
-    path = os.path.join(LOGS, name)
-    remove(path)
-    remove(f"{path}.new")
-    with open(f"{path}.new", "w") as file:
-        file.write(text)
-    os.replace(f"{path}.new", path)

@@ -1,0 +1,168 @@
+"""Observes the tests that a submission brings, the wheel that it builds, and the log of a public set's own script."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from email.parser import Parser
+
+from etude.tasks.checks.inside.guard import (
+    HERE,
+    TESTER,
+    can_switch_user,
+    child_env,
+    import_roots,
+    private_directory,
+    run_guarded,
+)
+from etude.tasks.checks.inside.pytest_run import run_pytest
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from etude.tasks.checks.inside.guard import JsonObject, Send
+
+MAX_LOG = 8 << 20  # bytes kept of the end of a log
+METADATA_FIELDS = ("Name", "Version", "Requires-Python", "Requires-Dist", "Provides-Extra")
+
+
+# ------------------------------------------------------------------------------------------------- submitted tests
+
+
+def observe_mutants(check: JsonObject, workspace: str) -> JsonObject:
+    """Run submitted tests, a script or pytest files, on each version of the code: one version replaces some files.
+
+    Which versions are correct is not known here. A test that compares source text fails on correct ones too.
+    """
+    script = check.get("script")
+    tests = [script] if script else new_tests(check["known"], check["directories"], workspace)
+    runs = []
+    for version in check["versions"] if tests else []:
+        with _ReplacedFiles(version, workspace):
+            if script:
+                runs.append(_run_script(check, script, workspace))
+            else:
+                runs.append(run_pytest(check, tests, workspace))
+    return {"tests": tests, "runs": runs}
+
+
+def new_tests(known: dict[str, str], directories: list[str], workspace: str) -> list[str]:
+    """Return the test files that are new or changed."""
+    found = []
+    for top in directories:
+        for directory, names, files in os.walk(os.path.join(workspace, top)):
+            names.sort()
+            for name in sorted(files):
+                path = os.path.relpath(os.path.join(directory, name), workspace)
+                if re.fullmatch(r"test_.*\.py|.*_test\.py", name):
+                    with open(os.path.join(workspace, path), "rb") as file:
+                        if hashlib.sha256(file.read()).hexdigest() != known.get(path):
+                            found.append(path)
+    return found
+
+
+def _run_script(check: JsonObject, script: str, workspace: str) -> JsonObject:
+    """Return the exception that a script ends with: "" for none, no key if it ends the process."""
+
+    def work(send: Send) -> None:
+        sys.path[:0] = import_roots(check, workspace)
+        try:
+            with open(script, encoding="utf-8") as file:
+                exec(compile(file.read(), script, "exec"), {"__name__": "__main__"})
+        except BaseException as error:
+            clean = isinstance(error, SystemExit) and not error.code
+            send({"raised": "" if clean else type(error).__name__})
+        else:
+            send({"raised": ""})
+
+    done = run_guarded(work, timeout=check.get("timeout", 10.0), cwd=workspace, env=child_env(check, workspace))
+    return done.messages[0] if done.messages else {}
+
+
+class _ReplacedFiles:
+    """Context manager that temporarily replaces files of the workspace."""
+
+    def __init__(self, version: dict[str, str], workspace: str) -> None:
+        self.files = {os.path.join(workspace, path): text for path, text in version.items()}
+        self.backup = private_directory("kept")
+
+    def __enter__(self) -> None:
+        for number, (path, text) in enumerate(self.files.items()):
+            shutil.copyfile(path, os.path.join(self.backup, str(number)))
+            with open(path, "wb") as file:
+                file.write(text.encode("utf-8", "surrogateescape"))
+
+    def __exit__(self, *_: object) -> None:
+        for number, path in enumerate(self.files):
+            shutil.copyfile(os.path.join(self.backup, str(number)), path)
+        shutil.rmtree(self.backup)
+
+
+# ------------------------------------------------------------------------------------------------- packaging
+
+
+def observe_wheel(check: JsonObject, workspace: str) -> JsonObject:
+    """Build the wheel in a copy of the workspace; return its files and metadata, or the problem."""
+    directory = private_directory("build", owner=TESTER)
+    copy, out = os.path.join(directory, "source"), os.path.join(directory, "wheels")
+    try:
+        shutil.copytree(workspace, copy, symlinks=True, ignore=shutil.ignore_patterns(".git", "__pycache__"))
+        os.mkdir(out)
+        _chown_to_tester(directory)
+        command = ["python3", "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--no-index", "-q", "-w", out]
+
+        def work(send: Send) -> None:
+            os.execvp(command[0], [*command, copy])
+
+        env = {"PYTHONDONTWRITEBYTECODE": "1", "PIP_NO_CACHE_DIR": "1", "SOURCE_DATE_EPOCH": "1600000000"}
+        outcome = run_guarded(work, timeout=check.get("timeout", 120.0), cwd=copy, env={**env, **check.get("env", {})})
+        print(outcome.text[-3000:], file=sys.stderr)
+        built = sorted(name for name in os.listdir(out) if name.endswith(".whl"))
+        if outcome.timed_out or outcome.status != 0 or len(built) != 1:
+            return {"problem": f"the wheel is not built (exit code {outcome.status})"}
+        return wheel_contents(os.path.join(out, built[0]))
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _chown_to_tester(top: str) -> None:
+    if not can_switch_user():
+        return
+    for directory, names, files in os.walk(top):
+        for name in [".", *names, *files]:
+            os.chown(os.path.join(directory, name), TESTER, TESTER, follow_symlinks=False)
+
+
+def wheel_contents(path: str) -> JsonObject:
+    """Return the file names, metadata and entry points of a wheel."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = sorted(name for name in archive.namelist() if ".dist-info/" not in name)
+            info = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+            message = Parser().parsestr(archive.read(info).decode("utf-8", "replace"))
+            entry_path = info.replace("METADATA", "entry_points.txt")
+            text = archive.read(entry_path).decode() if entry_path in archive.namelist() else ""
+    except (OSError, StopIteration, zipfile.BadZipFile, UnicodeError) as error:
+        return {"problem": f"the wheel cannot be read ({type(error).__name__})"}
+    metadata = {key: sorted(message.get_all(key) or []) for key in METADATA_FIELDS}
+    entry = sorted(line.strip() for line in text.splitlines() if line.strip())
+    return {"names": names, "metadata": metadata, "entry": entry}
+
+
+# ------------------------------------------------------------------------------------------------- logs
+
+
+def observe_log(check: JsonObject, workspace: str) -> JsonObject:
+    """Run the script of a public task set as its authors do, as our user; return its output."""
+    command = ["bash", os.path.join(HERE, check["script"])]
+    log = b""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=workspace) as run:
+        while run.stdout and (part := run.stdout.read(1 << 16)):
+            log = (log + part)[-MAX_LOG:]
+    text = log.decode("utf-8", "replace")
+    print(text[-MAX_LOG // 16 :], file=sys.stderr)
+    return {"log": text}
