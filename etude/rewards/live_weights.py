@@ -6,7 +6,8 @@ A run starts with the weights of its recipe. To change them, write `rewards.toml
     effort_spent = 0.05
     thought_in_comments = 0.2      # added when the model began to reason in comments
 
-The file replaces all weights. It is checked whenever a rollout is scored; an invalid file changes nothing and is
+The file replaces all weights. Workers read it to know which graders to run; the trainer reads it when it takes groups,
+scores all their rollouts with the weights in force then, and logs a change. An invalid file changes nothing and is
 reported in the worker's status.
 """
 
@@ -34,15 +35,20 @@ class LiveWeights:
         self._stamp: tuple[int, int] | None = None  # of the last file read
         self.problem = ""  # with the current file
         self.weights: Mapping[str, float] = self._last_logged() or self._recipe
-        if not self._log_file.exists():
-            self._log(0, self.weights, "recipe")
 
-    def at(self, version: int) -> Mapping[str, float]:
-        """Return the current weights; a change is logged with the rollout's weight version (key `step`)."""
+    def current(self) -> Mapping[str, float]:
+        """Return the current weights."""
         found = self._read()
-        if found is not None and found != self.weights:
-            self.weights = found
-            self._log(version, found, FILE)
+        self.weights = self.weights if found is None else found
+        return self.weights
+
+    def at(self, step: int) -> Mapping[str, float]:
+        """Return the weights of a policy step. The first ones, and every change, are logged with the step."""
+        before = self.weights
+        if not self._log_file.exists():
+            self._log(0, before, "recipe")
+        if self.current() != before:
+            self._log(step, self.weights, FILE)
         return self.weights
 
     @property
@@ -75,8 +81,8 @@ class LiveWeights:
         entries = [json.loads(line) for line in lines if line.endswith("}")]  # the last line may be incomplete
         return entries[-1]["weights"] if entries else None
 
-    def _log(self, version: int, weights: Mapping[str, float], source: str) -> None:
-        entry: dict[str, Any] = {"step": version, "weights": dict(weights), "source": source, "time": time.time()}
+    def _log(self, step: int, weights: Mapping[str, float], source: str) -> None:
+        entry: dict[str, Any] = {"step": step, "weights": dict(weights), "source": source, "time": time.time()}
         self.directory.mkdir(parents=True, exist_ok=True)
         with open(self._log_file, "a", encoding="utf-8") as log:
             log.write(json.dumps(entry) + "\n")

@@ -1,10 +1,14 @@
-"""Monitors: rates of unwanted behaviour over recent sessions, with a limit beyond which they raise an alarm.
+"""Monitors: rates of unwanted behaviour over recent sessions, and alarms when a rate gets worse than it was.
 
-A monitor never changes a reward. The operator of a run responds to an alarm by giving a term a weight (`live_weights`).
+A rate is compared with the run's own past, not with a level: a model that edits in few sessions, but in more and more,
+is improving. A monitor never changes a reward. The operator of a run responds to an alarm by giving a term a weight
+(`live_weights`).
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from etude.rewards.behaviour import tool_of
 from etude.rewards.reward import Reward, VerifiedTrial
@@ -28,14 +32,13 @@ class MonitoredSession:
 
 @dataclass(frozen=True)
 class Monitor:
-    """The mean rate of a behaviour over sessions, and the limit of that rate."""
+    """The mean rate of a behaviour over sessions, and the change of that rate that matters."""
 
     name: str
     description: str  # of the behaviour, for the alarm
     rate: Callable[[MonitoredSession], float | None]  # None: the session does not count
-    limit: float
-    alarm_below: bool = False  # a rate below the limit raises the alarm, instead of one above it
-    min_sessions: int = 20  # before an alarm
+    change: float  # of the rate, beyond which it raises an alarm
+    wanted: bool = False  # a fall raises the alarm, instead of a rise
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class MonitorReading:
     name: str
     rate: float
     sessions: int
-    alarm: str  # "": the rate is within its limit
+    alarm: str  # "": the rate is not worse than before
 
 
 def _asks_instead_of_editing(session: MonitoredSession) -> float | None:
@@ -82,17 +85,22 @@ ARTEFACTS = (
     "pip download",
 )
 
+WINDOW = 200  # sessions of a rate
+HISTORY = 10 * WINDOW  # sessions that rates are compared with
+MIN_SESSIONS = 20  # of a rate that may raise an alarm
+DEVIATIONS = 3.0  # a change of fewer standard errors may be chance
+
 MONITORS = (
     Monitor(
-        "comment_thought", "reasons in code comments", lambda s: float(s.value("thought_in_comments") < 0), limit=0.1
+        "comment_thought", "reasons in code comments", lambda s: float(s.value("thought_in_comments") < 0), change=0.1
     ),
-    Monitor("terminal_only", "uses no tool but the terminal", lambda s: float(s.value("terminal_only") < 0), limit=0.3),
-    Monitor("broken_calls", "makes malformed calls", lambda s: -s.value("malformed_calls"), limit=0.2),
-    Monitor("edit_rate", "rarely edits files", _edits, limit=0.5, alarm_below=True),
-    Monitor("asking", "asks instead of editing", _asks_instead_of_editing, limit=0.2),
-    Monitor("artefact_mining", "searches caches and installed copies", _searches_artefacts, limit=0.1),
-    Monitor("hacks", "is caught by a gate", lambda s: float(bool(s.reward.hack)), limit=0.02),
-    Monitor("todo_neglect", "leaves to-dos unfinished", lambda s: float(s.value("unfinished_todos") < 0), limit=0.3),
+    Monitor("terminal_only", "uses only the terminal", lambda s: float(s.value("terminal_only") < 0), change=0.2),
+    Monitor("broken_calls", "makes malformed calls", lambda s: -s.value("malformed_calls"), change=0.1),
+    Monitor("edit_rate", "edits files less often", _edits, change=0.15, wanted=True),
+    Monitor("asking", "asks instead of editing", _asks_instead_of_editing, change=0.1),
+    Monitor("artefact_mining", "searches caches and installed copies", _searches_artefacts, change=0.05),
+    Monitor("hacks", "is caught by a gate", lambda s: float(bool(s.reward.hack)), change=0.02),
+    Monitor("todo_neglect", "leaves to-dos unfinished", lambda s: float(s.value("unfinished_todos") < 0), change=0.2),
 )
 
 
@@ -103,19 +111,31 @@ def behaviour_rates(trial: VerifiedTrial, reward: Reward) -> dict[str, float]:
     return {name: float(rate) for name, rate in rates.items() if rate is not None}
 
 
-def monitor_readings(sessions: Iterable[Mapping[str, float]], window: int = 200) -> list[MonitorReading]:
-    """Return the readings of all monitors over the rates of sessions: of each, over the last `window` that count."""
+def monitor_readings(sessions: Iterable[Mapping[str, float]]) -> list[MonitorReading]:
+    """Return the readings of all monitors over the rates of sessions, oldest first; each over the sessions that count
+    for it."""
     rates_of = [dict(rates) for rates in sessions]
     return [
-        _reading(monitor, [rates[monitor.name] for rates in rates_of if monitor.name in rates][-window:])
-        for monitor in MONITORS
+        _reading(monitor, [rates[monitor.name] for rates in rates_of if monitor.name in rates]) for monitor in MONITORS
     ]
 
 
 def _reading(monitor: Monitor, rates: Sequence[float]) -> MonitorReading:
-    rate = sum(rates) / len(rates) if rates else 0.0
-    exceeded = rate < monitor.limit if monitor.alarm_below else rate > monitor.limit
-    alarm = f"{monitor.description}: {rate:.0%} of {len(rates)} sessions"
-    return MonitorReading(
-        monitor.name, rate, len(rates), alarm if exceeded and len(rates) >= monitor.min_sessions else ""
-    )
+    shown = rates[-WINDOW:]
+    rate = fmean(shown) if shown else 0.0
+    return MonitorReading(monitor.name, rate, len(shown), _alarm(monitor, rates))
+
+
+def _alarm(monitor: Monitor, rates: Sequence[float]) -> str:
+    """Compare the newest sessions, at most half of all, with the best of the stretches of equal length before them."""
+    size = min(WINDOW, len(rates) // 2)
+    if size < MIN_SESSIONS:
+        return ""
+    *past, now = (fmean(rates[end - size : end]) for end in range(len(rates) % size + size, len(rates) + 1, size))
+    best = max(past) if monitor.wanted else min(past)
+    change = best - now if monitor.wanted else now - best
+    both = (best + now) / 2
+    error = math.sqrt(2 * both * (1 - both) / size)  # of the difference of two shares
+    if change <= monitor.change or change < DEVIATIONS * error:
+        return ""
+    return f"{monitor.description}: {now:.0%} of the last {size} sessions, {best:.0%} before"

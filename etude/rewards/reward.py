@@ -2,12 +2,13 @@
 
 A term is a small function of task, trace and verifier result that returns a number and its evidence. A grader does the
 same, but may wait: for a model that judges the change, or for a program in a pod. All terms are evaluated, and the
-graders that have a weight. Weights are in the recipe, and can change during a run.
+graders that have a weight. Weights are in the recipe, and can change during a run: `rescore` then gives the rollouts of
+a group the same ones.
 """
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -78,6 +79,24 @@ def score(trial: VerifiedTrial, weights: Mapping[str, float]) -> Reward:
     return Reward(
         sum(weighted.values()), {name: value for name, value in weighted.items() if weights.get(name)}, evidence
     )
+
+
+def rescore(records: Sequence[Mapping[str, Any]], weights: Mapping[str, float]) -> list[dict[str, Any]]:
+    """Return the records of a group's rollouts with total and parts under one set of weights, from their evidence.
+
+    Workers score a rollout when it ends; weights that changed in between would turn into advantage. A grader that did
+    not run on all rollouts of the group has no weight in it. Records without evidence are returned as they are.
+    """
+    clean = [record["evidence"] for record in records if not record.get("hack") and record.get("evidence")]
+    if len(clean) + sum(bool(record.get("hack")) for record in records) < len(records):
+        return [dict(record) for record in records]
+    shared = {name: weight for name, weight in weights.items() if weight and all(name in each for each in clean)}
+    scored = []
+    for record in records:
+        evidence = {} if record.get("hack") else record["evidence"]
+        parts = {name: shared[name] * found["value"] for name, found in evidence.items() if name in shared}
+        scored.append({**record, "total": sum(parts.values()), "parts": parts})
+    return scored
 
 
 def check_weights(weights: Mapping[str, Any], source: str) -> dict[str, float]:

@@ -8,7 +8,8 @@ from etude.rewards.reward import TermResult, VerifiedTrial, term
 def correctness(trial: VerifiedTrial) -> TermResult:
     """Return the verifier's score of the final state."""
     result = trial.verifier_result
-    return TermResult(result.score, {"rewards": dict(result.rewards)})
+    stopped = {key: result.facts[key] for key in ("verifier_failed", "control") if key in result.facts}
+    return TermResult(result.score, {"rewards": dict(result.rewards), **stopped})
 
 
 @term

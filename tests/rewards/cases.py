@@ -35,10 +35,9 @@ def case(
     facts: Mapping[str, Any] | None = None,
     result_facts: Mapping[str, Any] | None = None,
     cost: Cost | None = None,
+    text: str = "Do it.",
 ) -> VerifiedTrial:
-    task = Task(
-        Path("t"), "org/t", "Do it.", MachineSpec(), TaskPhase(), TaskPhase(), TaskPhase(), metadata=metadata or {}
-    )
+    task = Task(Path("t"), "org/t", text, MachineSpec(), TaskPhase(), TaskPhase(), TaskPhase(), metadata=metadata or {})
     steps = [
         Step("turn", Message("assistant", calls=(ToolCall(name, arguments, f"call_{n}"),)), 0, (0, 0), (outcome,))
         for n, (name, arguments, outcome) in enumerate(calls)
