@@ -17,7 +17,7 @@ from etude.errors import InputError
 from etude.rollouts.group_advantages import ADVANTAGES
 
 Array = npt.NDArray[np.floating]
-# Estimates of the divergence at sampled tokens, from the log-probabilities of the policy and of the reference.
+# Unbiased estimates of the divergence at sampled tokens, from the log-probabilities of the policy and the reference.
 KL_FORMS = Registry[Callable[[Array, Array], Array]]("KL form")
 kl_form = KL_FORMS.add  # decorator
 
@@ -36,7 +36,9 @@ class EstimatorSettings(Settings):
     divide_by_length: bool = Field(default=False, description="divide a rollout's advantage by its sampled tokens")
     mask_overlong: bool = Field(default=False, description="do not train on truncated rollouts")
     kl: Annotated[str, registered(KL_FORMS, "none")] = Field(
-        default="none", description="estimator of the KL penalty in the reward: none, k1, k3, or one of a plugin"
+        default="none",
+        description="KL penalty in the reward: none, or the estimate of later tokens: k1, k3 (less variance near the "
+        "reference, more far from it), or one of a plugin",
     )
     kl_weight: float = Field(default=0.0, ge=0, description="weight of the KL penalty")
     reference: str = Field(
@@ -72,11 +74,7 @@ class EstimatorSettings(Settings):
 
 @kl_form
 def k1(logprobs: Array, reference: Array) -> Array:
-    """Return log(p/r) of sampled tokens, an unbiased estimate of the KL divergence.
-
-    Its own gradient has mean zero, so it is not a loss: it belongs in the reward, where the score function gives the
-    true gradient of the divergence.
-    """
+    """Return log(p/r) of sampled tokens, an unbiased estimate of the KL divergence."""
     return logprobs - reference
 
 
@@ -87,27 +85,34 @@ def k3(logprobs: Array, reference: Array) -> Array:
     return np.expm1(log_ratio) - log_ratio
 
 
+def kl_penalties(form: Callable[[Array, Array], Array], logprobs: Array, reference: Array) -> Array:
+    """Return the KL penalty of each sampled token of a rollout: its own log(p/r) and the estimates of later tokens.
+
+    With these in the reward, the policy gradient is exactly that of KL(p || r) for any form whose mean, given the
+    tokens before, is the divergence. A token's own estimate must be log(p/r): E[k3 grad log p] is grad KL(p || r) -
+    grad KL(r || p), which vanishes near the reference. Earlier tokens are left out: a token cannot have changed them.
+    """
+    later = form(logprobs, reference).astype(np.float64)
+    return k1(logprobs, reference) + np.append(np.cumsum(later[:0:-1])[::-1], np.zeros(min(1, len(later))))
+
+
 def token_advantages(
     advantage: float,
     sampled: Sequence[int],
     *,
-    kl: Sequence[Array] | None = None,
-    kl_weight: float = 0.0,
+    penalties: Array | None = None,
     divide_by_length: bool = False,
 ) -> list[npt.NDArray[np.float32]]:
     """Return the advantage of each sampled token, segment by segment of one rollout.
 
     `sampled` has the number of sampled tokens of each segment. Every token of every segment, self-summaries included,
-    gets the advantage of the whole chain. `kl` holds the KL estimates of each segment's sampled tokens; a token's
-    penalty is the sum of its own and all later estimates, in later segments too: it cannot have changed earlier ones,
-    and leaving those out changes no mean.
+    gets the advantage of the whole chain, less its own of the `penalties`, which has one for each token of the chain.
     """
     total = sum(sampled)
     per_token = advantage / total if divide_by_length and total else advantage
     flat = np.full(total, per_token, np.float64)
-    if kl is not None and kl_weight:
-        joined = np.concatenate([np.asarray(part, np.float64) for part in kl]) if total else np.zeros(0)
-        if len(joined) != total:
-            raise InputError(f"token_advantages: {len(joined)} KL estimates for {total} sampled tokens")
-        flat -= kl_weight * np.cumsum(joined[::-1])[::-1]
+    if penalties is not None:
+        if len(penalties) != total:
+            raise InputError(f"token_advantages: {len(penalties)} penalties for {total} sampled tokens")
+        flat -= penalties
     return [part.astype(np.float32) for part in np.split(flat, np.cumsum(sampled)[:-1])]

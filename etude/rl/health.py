@@ -41,7 +41,7 @@ def rl_health(run: Path | str, now: float | None = None) -> RlHealth:
         silent_s = now - float(status.get("time", 0.0))
         ended = status.get("state") == "ended"
         state = "silent" if silent_s > SILENT_S and not ended else str(status.get("state", ""))
-        about = str(status.get("waiting_for") or "") or _figures(status)
+        about = str(status.get("waiting_for") or status.get("problem") or "") or _figures(status)
         services.append({"name": name, "state": state, "silent_s": round(silent_s, 1), "about": about})
     rollouts = {}
     for name, path in (("training", layout.slots), ("evaluation", layout.evaluations)):

@@ -1,6 +1,6 @@
 """The learning loop of the trainer.
 
-    take ready groups -> token advantages -> pack -> one step -> mark trained -> publish -> checkpoint
+    take ready groups -> score -> token advantages -> pack -> one step -> mark trained -> publish -> checkpoint
 
 Samplers, workers and the orchestrator run in processes of their own: the trainer starts no rollout and waits for no
 upload. Groups are marked as trained before the checkpoint is written, so a checkpoint never contains a group that the
@@ -22,19 +22,30 @@ from etude.cluster.local import ServiceGaveUp
 from etude.harness.trace import Segment, Trace
 from etude.harness.trace_store import load_trace
 from etude.kernels.loss import IGNORE, token_logprobs
-from etude.model.checkpoint import checkpoint_views
+from etude.model.checkpoint import rounded_views
 from etude.model.transformer import Transformer
-from etude.rl.advantages import KL_FORMS, token_advantages
+from etude.rewards.reward import rescore
+from etude.rl.advantages import KL_FORMS, kl_penalties, token_advantages
 from etude.rl.objective import PolicyGradient, RolloutBatch
 from etude.rl.packing import TrainingSequence, pack
 from etude.rl.settings import RlSettings
 from etude.rollouts.group_advantages import ADVANTAGES
 from etude.rollouts.queue import ReadyGroup, RolloutQueue
 from etude.runs.layout import RunLayout
+from etude.train.optim import LRSchedule
 from etude.train.trainer import StepResult, Trainer
 from etude.weights.publisher import Publisher
 
 POLL_S = 0.05
+MISMATCHES = {
+    "numerics": "trainer and samplers compute different probabilities with the same weights",
+    "staleness": "the policy has moved far from the weights that sampled",
+}
+MISMATCH_ADVICE = {
+    "numerics": 'set rl.precision = "float32", keep rl.estimator.replay on for MoE models, '
+    'or recompute caches (rl.sampler.on_swap = "recompute")',
+    "staleness": "lower rl.max_staleness or rl.learning_rate, or set rl.estimator.max_importance_ratio",
+}
 OVERLONG_ENDINGS = frozenset({"length", "tokens", "turns", "time", "context"})
 
 
@@ -60,6 +71,7 @@ class RlLoop:
     reference: Transformer | None  # KL reference policy
     padding: int
     version: int  # newest published weight version
+    reward_weights: Callable[[int], Mapping[str, float]] | None = None  # in force at a policy step
     blocked_by: Callable[[], str] = lambda: ""  # what else a step waits for, apart from groups; "": nothing
     report_status: Callable[..., None] = lambda **facts: None
     record_step: Callable[[int, dict[str, Any]], None] = lambda step, facts: None
@@ -69,27 +81,34 @@ class RlLoop:
 def learn(loop: RlLoop) -> None:
     """Take the remaining policy steps, or as many as there are prompts for."""
     settings, trainer = loop.settings, loop.trainer
+    schedule = LRSchedule(settings.steps, settings.warmup_steps, "constant")
     while (step := trainer.step_count) < settings.steps:
         started = time.monotonic()
-        groups, waited = wait_for_groups(loop, step)
+        try:
+            groups, waited = wait_for_groups(loop, step)
+        except RlStalled:
+            if step % settings.checkpoint_every:  # a resumed run must not repeat these steps
+                loop.checkpoint()
+            raise
         if groups is None:
             if step % settings.checkpoint_every:  # the run ends here: keep the steps since the last checkpoint
                 loop.checkpoint()
             break
         loop.report_status(state="working", step=step)
+        groups = score_groups(loop, groups, step + 1)
         sequences = build_training_sequences(loop, groups)
         (batches,) = pack(
             sequences, trainer.model.config, length=settings.length, rows=settings.rows, padding=loop.padding
         )
-        lr_factor = min(1.0, (step + 1) / settings.warmup) if settings.warmup else 1.0
-        rollouts = settings.groups_per_step * settings.group_size
         # Divided by a constant, so that neither long rollouts nor long steps count less.
-        result = trainer.step(batches, loop.objective, lr_factor, divisor=rollouts * settings.length)
+        divisor = settings.groups_per_step * settings.group_size * settings.loss_tokens
+        result = trainer.step(batches, loop.objective, schedule.factor(step), divisor)
         check_finite(loop, result, step + 1)
+        mismatch = loop.objective.mismatch(loop.version)
         loop.queue.mark_trained(groups, step + 1)
         publish(loop)
         wall_s = time.monotonic() - started
-        loop.record_step(step + 1, step_facts(loop, groups, sequences, result, waited, wall_s))
+        loop.record_step(step + 1, step_facts(loop, groups, sequences, result, mismatch, waited, wall_s))
         if trainer.step_count == settings.steps or trainer.step_count % settings.checkpoint_every == 0:
             loop.checkpoint()
 
@@ -104,13 +123,13 @@ def wait_for_groups(loop: RlLoop, step: int) -> tuple[list[ReadyGroup] | None, d
     waited: dict[str, float] = {}
     last = time.monotonic()
     while True:
-        blocker = loop.blocked_by()
+        blocker = loop.blocked_by() or store_blocker(loop)
         groups = None if blocker else loop.queue.take(step)
         now = time.monotonic()
         if groups is not None or (not blocker and prompts_exhausted(loop)):
             return groups, waited
         slow = [] if blocker else loop.queue.awaited_tasks(step)
-        reason = "measurement" if blocker else "slow_groups" if slow else "rollouts"
+        reason = "store" if store_blocker(loop) else "measurement" if blocker else "slow_groups" if slow else "rollouts"
         waited[reason] = waited.get(reason, 0.0) + now - last
         last = now
         # A slow group is no stall while its worker sends heartbeats: its session has time limits of its own.
@@ -126,12 +145,36 @@ def wait_for_groups(loop: RlLoop, step: int) -> tuple[list[ReadyGroup] | None, d
         time.sleep(POLL_S)
 
 
+def store_blocker(loop: RlLoop) -> str:
+    """Return why no step may be taken while the weight store is away, or "".
+
+    Steps go on as long as rollouts of the weights that samplers have stay within max_staleness after them; beyond, new
+    rollouts would be too stale to train on before they are finished.
+    """
+    publisher = loop.publisher
+    if not publisher.problem or publisher.behind < max(1, loop.settings.max_staleness):
+        return ""
+    return f"the weight store, which is {publisher.behind} versions behind: {publisher.problem}"
+
+
 def prompts_exhausted(loop: RlLoop) -> bool:
     """Return whether all prompts are used and fewer groups are in progress than a step needs."""
     return loop.layout.exhausted.exists() and loop.queue.outstanding() < loop.settings.groups_per_step
 
 
 # ------------------------------------------------------------------------------------------ training sequences
+
+
+def score_groups(loop: RlLoop, groups: Sequence[ReadyGroup], step: int) -> list[ReadyGroup]:
+    """Score all rollouts of a step with the reward weights in force now, whatever they were when each rollout ended."""
+    if loop.reward_weights is None:
+        return list(groups)
+    weights, found = loop.reward_weights(step), []
+    for group in groups:
+        records = rescore([slot.record for slot in group.slots], weights)
+        slots = zip(group.slots, records, strict=True)
+        found.append(replace(group, slots=tuple(replace(slot, reward=record) for slot, record in slots)))
+    return found
 
 
 def build_training_sequences(loop: RlLoop, groups: Sequence[ReadyGroup]) -> list[TrainingSequence]:
@@ -157,18 +200,15 @@ def rollout_sequences(loop: RlLoop, trace: Trace, advantage: float) -> list[Trai
         segments = [replace(segment, routing=None) for segment in segments]
     if estimator.mask_overlong and trace.ending in OVERLONG_ENDINGS:
         return []
-    kl = None
-    if loop.reference is not None:
-        kl_form = KL_FORMS[estimator.kl]
-        kl = [
-            kl_form(segment.raw_logprobs[segment.sampled], logprobs)
-            for segment, logprobs in zip(segments, reference_logprobs(loop, segments), strict=True)
-        ]
+    penalties = None
+    if loop.reference is not None and segments:
+        own = np.concatenate([segment.logprobs[segment.sampled] for segment in segments])
+        reference = np.concatenate(reference_logprobs(loop, segments))
+        penalties = estimator.kl_weight * kl_penalties(KL_FORMS[estimator.kl], own, reference)
     parts = token_advantages(
         advantage,
         [int(segment.sampled.sum()) for segment in segments],
-        kl=kl,
-        kl_weight=estimator.kl_weight,
+        penalties=penalties,
         divide_by_length=estimator.divide_by_length,
     )
     return [TrainingSequence(segment, part) for segment, part in zip(segments, parts, strict=True)]
@@ -176,7 +216,7 @@ def rollout_sequences(loop: RlLoop, trace: Trace, advantage: float) -> list[Trai
 
 @torch.no_grad()
 def reference_logprobs(loop: RlLoop, segments: Sequence[Segment]) -> list[npt.NDArray[np.float32]]:
-    """Return the reference policy's log-probabilities of the sampled tokens of each segment."""
+    """Return the reference policy's log-probabilities of the sampled tokens of each segment, at the temperature."""
     assert loop.reference is not None
     sizes = [int(segment.sampled.sum()) for segment in segments]
     # The "advantage" of a token is its index here, so that results can be put back in order after packing.
@@ -190,7 +230,7 @@ def reference_logprobs(loop: RlLoop, segments: Sequence[Segment]) -> list[npt.ND
         assert isinstance(moved, RolloutBatch)
         hidden = loop.reference.hidden(moved.tokens, documents=moved.documents).flatten(0, 1)
         targets = moved.targets.flatten()
-        logprobs = token_logprobs(hidden, loop.reference.head_weight, targets)
+        logprobs = token_logprobs(hidden / settings.temperature, loop.reference.head_weight, targets)
         sampled = targets != IGNORE
         positions = moved.token_advantages.flatten()[sampled].long().cpu().numpy()
         found[positions] = logprobs[sampled].float().cpu().numpy()
@@ -207,8 +247,7 @@ def publish(loop: RlLoop) -> None:
     for queue in filter(None, (loop.queue, loop.evaluation_queue)):
         queue.record_version(loop.version, loop.trainer.step_count)
     with torch.no_grad():
-        weights = {name: tensor.to(dtype) for name, tensor in checkpoint_views(loop.trainer.model).items()}
-    loop.publisher.publish_soon(loop.version, weights)
+        loop.publisher.publish_soon(loop.version, rounded_views(loop.trainer.model, dtype))
 
 
 def check_finite(loop: RlLoop, result: StepResult, step: int) -> None:
@@ -222,24 +261,37 @@ def check_finite(loop: RlLoop, result: StepResult, step: int) -> None:
         raise RlDiverged(f"rl: step {step}: {bad[0]} is {values[bad[0]]}; {advice} {loop.layout.trainer}")
 
 
+def mismatch_alarms(mismatch: Mapping[str, float], settings: RlSettings) -> list[str]:
+    """Return what is wrong and what to do where a mismatch of trainer and sampler exceeds its limit."""
+    limits = {"numerics": settings.max_numerics_mismatch, "staleness": settings.max_staleness_mismatch}
+    found = {name: mismatch.get(f"mismatch_{name}_p99", 0.0) for name in limits}
+    return [
+        f"{what}: p99 {found[name]:.2g} nats, limit {limits[name]:g} (rl.max_{name}_mismatch); {MISMATCH_ADVICE[name]}"
+        for name, what in MISMATCHES.items()
+        if limits[name] and found[name] > limits[name]
+    ]
+
+
 def step_facts(
     loop: RlLoop,
     groups: Sequence[ReadyGroup],
     sequences: Sequence[TrainingSequence],
     result: StepResult,
+    mismatch: Mapping[str, float],
     waited: Mapping[str, float],
     wall_s: float,
 ) -> dict[str, Any]:
     """Return the facts of a step that the trainer records: metrics, tokens, times, mismatch and upload."""
-    mean, p99 = loop.objective.mismatch()
-    mismatch = {"mismatch_mean": mean, "mismatch_p99": p99} if sequences else {}  # nothing was computed otherwise
     uploads = loop.publisher.history[-1:]
     return {
         **mismatch,
+        **({"store_problem": loop.publisher.problem} if loop.publisher.problem else {}),
+        "alarms": mismatch_alarms(mismatch, loop.settings),
         "groups": [group.id for group in groups],
         "version": loop.version,
         "values": result.metrics,
         "gradient_norm": result.gradient_norms["model"],
+        "clipped": float(result.clipped),
         "trained_tokens": result.loss_tokens if sequences else 0,
         "tokens": result.tokens,
         "pieces": len(sequences),

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from etude.rewards.monitors import monitor_readings
+from etude.rewards.monitors import HISTORY, monitor_readings
 from etude.rollouts.queue import ReadyGroup, RolloutQueue
 
 Facts = dict[str, Any]
 TOKEN_KINDS = ("thinking", "call", "commentary", "final", "summary", "output", "prompt", "cached")  # in a cost
-MONITOR_WINDOW = 200  # sessions
+MISMATCHES = tuple(f"mismatch_{kind}_{form}" for kind in ("numerics", "staleness") for form in ("mean", "p99"))
 
 
 # ------------------------------------------------------------------------------------------- one step
@@ -34,7 +34,8 @@ def step_metrics(
     """Return the record of a step, from the trainer's facts of it; `previous` is the record of the step before."""
     record = rollout_facts(groups) | staleness_facts(groups, step - 1) | trainer_facts(step_facts)
     record |= sampler_facts(services, previous)
-    record |= incident_facts(queue, step) | monitor_facts(queue.trained_rewards(step, MONITOR_WINDOW))
+    record |= incident_facts(queue, step) | monitor_facts(queue.trained_rewards(step, HISTORY))
+    record["alarms"] = [*step_facts.get("alarms", ()), *record.get("alarms", ())]
     return record
 
 
@@ -105,8 +106,8 @@ def _endings(rewards: Sequence[Facts]) -> Facts:
 def staleness_facts(groups: Sequence[ReadyGroup], step: int) -> Facts:
     """Return the staleness at a policy step: of the oldest token of each rollout, and of the newest."""
     slots = [slot for group in groups for slot in group.slots]
-    oldest = [step - slot.oldest_step for slot in slots if slot.oldest_step is not None and slot.oldest_step >= 0]
-    newest = [step - slot.newest_step for slot in slots if slot.newest_step is not None and slot.newest_step >= 0]
+    oldest = [step - slot.oldest_step for slot in slots if slot.oldest_step is not None]
+    newest = [step - slot.newest_step for slot in slots if slot.newest_step is not None]
     if not oldest or not newest:
         return {}
     record = {
@@ -123,8 +124,9 @@ def trainer_facts(step_facts: Mapping[str, Any]) -> Facts:
     """Return the trainer's facts of its step under the names of the metrics."""
     names = (
         "gradient_norm",
-        "mismatch_mean",
-        "mismatch_p99",
+        "store_problem",
+        "clipped",
+        *MISMATCHES,
         "version",
         "trained_tokens",
         "step_s",
@@ -135,6 +137,7 @@ def trainer_facts(step_facts: Mapping[str, Any]) -> Facts:
     values = step_facts.get("values", {})
     renamed = {"loss": "loss", "entropy_seen": "entropy", "ratio": "ratio"}
     record |= {new: values[old] for old, new in renamed.items() if old in values}
+    record |= {name: value for name, value in values.items() if name.startswith("expert")}
     if record.get("wall_s"):
         record["waited_share"] = record.get("waited_s", 0.0) / record["wall_s"]
     for reason, seconds in step_facts.get("waited_for", {}).items():
@@ -177,7 +180,7 @@ def incident_facts(queue: RolloutQueue, step: int) -> Facts:
 
 def monitor_facts(rewards: Iterable[Mapping[str, Any]]) -> Facts:
     """Return the rates of all monitors over these sessions, and their alarms."""
-    found = monitor_readings((reward.get("habits", {}) for reward in rewards), MONITOR_WINDOW)
+    found = monitor_readings(reward.get("habits", {}) for reward in rewards)
     readings = [reading for reading in found if reading.sessions]
     record: Facts = {f"habit/{reading.name}": reading.rate for reading in readings}
     return record | ({"alarms": [reading.alarm for reading in readings if reading.alarm]} if readings else {})
@@ -193,7 +196,8 @@ def progress_line(facts: Mapping[str, Any]) -> str:
         ("solved", "solved {:.0%}"),
         ("solved_best", "best {:.0%}"),
         ("staleness_max", "stale {}"),
-        ("mismatch_p99", "mismatch {:.2g}"),
+        ("mismatch_numerics_p99", "mismatch {:.2g} numerics"),
+        ("mismatch_staleness_p99", "{:.2g} staleness"),
         ("entropy", "entropy {:.2f}"),
         ("gradient_norm", "norm {:.2g}"),
         ("waited_share", "waits {:.0%}"),
@@ -213,7 +217,8 @@ def stage_facts(metrics: Sequence[Mapping[str, Any]], queue: RolloutQueue, death
     if steps:
         facts |= {"reward_first": steps[0]["reward"], "reward_last": steps[-1]["reward"]}
         facts["staleness_max"] = max((record.get("staleness_max", 0) for record in steps), default=0)
-        facts["mismatch_p99"] = max(record.get("mismatch_p99", 0.0) for record in steps)
+        facts |= {name: max(found) for name in MISMATCHES if (found := [r[name] for r in steps if name in r])}
+        facts["clipped_share"] = sum(record.get("clipped", 0.0) for record in steps) / len(steps)
     wall = sum(record.get("wall_s", 0.0) for record in steps)
     if wall:
         facts |= {"seconds": wall, "waited_share": sum(record.get("waited_s", 0.0) for record in steps) / wall}

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from etude.data.packing import Batch
 from etude.kernels.loss import token_logprobs, weighted_logprobs
-from etude.model.moe import Routing
 from etude.model.transformer import Transformer
-from etude.train.objectives import ObjectiveSums, loss_positions
+from etude.train.objectives import ObjectiveSums, loss_positions, record_routing
 
 # Minus the objective, summed over the given tokens: a function of the trainer's log-probabilities, which have a
 # gradient, the sampler's, and the token advantages.
@@ -31,6 +30,7 @@ class RolloutBatch(Batch):
 
     token_advantages: Tensor = field(default_factory=lambda: torch.empty(0))  # [rows, length] float32
     sampler_logprobs: Tensor = field(default_factory=lambda: torch.empty(0))
+    sampler_versions: Tensor = field(default_factory=lambda: torch.empty(0))  # of weights, int32; -1: not sampled
     routing: Tensor | None = None  # [rows, length, moe layers, experts per token] of the token itself; -1: unknown
 
     def to(self, device: torch.device | str) -> RolloutBatch:
@@ -39,6 +39,7 @@ class RolloutBatch(Batch):
             moved,
             token_advantages=self.token_advantages.to(device),
             sampler_logprobs=self.sampler_logprobs.to(device),
+            sampler_versions=self.sampler_versions.to(device),
             routing=None if self.routing is None else self.routing.to(device),
         )
 
@@ -60,14 +61,16 @@ class PolicyGradient:
     max_importance_ratio: float = 0.0  # 0: no importance correction
     plausibility: float = 0.0  # see `etude.model.moe.Routing`
     loss: TokenLoss | None = None  # another loss than `policy_gradient`
-    differences: list[Tensor] = field(default_factory=list)
+    temperature: float = 1.0  # of sampling: the policy is the distribution that was sampled from
+    differences: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # |trainer - sampler|, sampler's version
 
     def __call__(self, model: Transformer, batch: Batch) -> ObjectiveSums:
         assert isinstance(batch, RolloutBatch)
-        routing = None if batch.routing is None else Routing(batch.routing, self.plausibility)
+        routing = record_routing(model, batch.routing, self.plausibility)
         hidden = model.hidden(batch.tokens, documents=batch.documents, routing=routing).flatten(0, 1)
         positions = loss_positions(batch)
-        hidden = hidden.index_select(0, positions)
+        # Dividing the hidden state divides the logits, with less rounding than dividing bfloat16 logits.
+        hidden = hidden.index_select(0, positions) / self.temperature
         targets, advantages, sampler_logprobs = (
             part.flatten()[positions] for part in (batch.targets, batch.token_advantages, batch.sampler_logprobs)
         )
@@ -78,20 +81,29 @@ class PolicyGradient:
         else:  # the same as policy_gradient, with less memory
             loss, detached = weighted_logprobs(hidden, model.head_weight, targets, advantages)
         difference = detached - sampler_logprobs
-        self.differences.append(difference.abs().float())  # stays on the device: reading it would make the host wait
+        # They stay on the device: reading them would make the host wait.
+        self.differences.append((difference.abs().float(), batch.sampler_versions.flatten()[positions]))
         shown = {
             "loss": loss.detach(),
             "entropy_seen": -detached.sum(),  # its mean over sampled tokens estimates the policy's entropy
             "mismatch": difference.abs().sum(),
             "ratio": difference.exp().sum(),
         }
-        return ObjectiveSums(loss, shown)
+        return ObjectiveSums(loss, shown, routing=routing)
 
-    def mismatch(self) -> tuple[float, float]:
-        """Return mean and 99th percentile of |trainer - sampler| log-probability since the last call."""
-        if not self.differences:
-            return 0.0, 0.0
-        differences = torch.cat(self.differences).cpu()
-        self.differences = []
-        p99 = differences.quantile(0.99) if len(differences) < 1 << 24 else differences.max()
-        return float(differences.mean()), float(p99)
+    def mismatch(self, version: int) -> dict[str, float]:
+        """Return mean and 99th percentile of |trainer - sampler| log-probability since the last call.
+
+        Apart for tokens that the trainer's own weight version sampled, where the difference is one of numerics, and
+        for tokens of other versions, where it is mostly staleness. Without such tokens there is no number.
+        """
+        found, self.differences = self.differences, []
+        if not found:
+            return {}
+        differences, versions = (torch.cat(parts).cpu() for parts in zip(*found, strict=True))
+        facts: dict[str, float] = {}
+        for name, counted in (("numerics", versions == version), ("staleness", versions != version)):
+            if len(part := differences[counted]):
+                p99 = part.quantile(0.99) if len(part) < 1 << 24 else part.max()
+                facts |= {f"mismatch_{name}_mean": float(part.mean()), f"mismatch_{name}_p99": float(p99)}
+        return facts

@@ -13,6 +13,7 @@ import os
 import shutil
 import sqlite3
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
@@ -26,7 +27,7 @@ from etude.files import write_atomically
 from etude.rl import metrics
 from etude.rl.curriculum import Curriculum, kind_of
 from etude.rl.settings import RlSettings
-from etude.rl.trainer_process import checkpoints
+from etude.rl.trainer_process import checkpoints, intact_checkpoints
 from etude.rollouts.queue import RolloutQueue
 from etude.rollouts.settings import evaluation_queue
 from etude.runs.layout import RunLayout
@@ -36,6 +37,8 @@ from etude.system.progress import ProgressCallback
 from etude.tasks.harbor import find_tasks, read_task
 from etude.tasks.task import Task
 from etude.train.stages import initial_weights
+from etude.weights.object_store import ObjectStore
+from etude.weights.owner import claimed
 
 TICK_S = 0.1
 RECONCILE_S = 1.0  # leases are long
@@ -47,11 +50,13 @@ def run_rl(run: Run, settings: RlSettings, seed: int, report: ProgressCallback) 
     layout = RunLayout(run.path, settings.weights.store)
     tasks = prepare(run, settings, layout)
     with open_queues(layout, settings) as (queue, evaluations):
+        intact_checkpoints(layout)  # here too, so that the user reads of a damaged one
         check_queue_matches_checkpoint(layout, queue)
         queue.release()
         evaluations.release()
         orchestrator = Orchestrator(run, settings, layout, queue, evaluations, tasks, seed, report)
-        with mark_services_ended(layout), LocalServices(layout, orchestrator.on_process_death) as services:
+        store = claimed(ObjectStore(layout.store), layout.run_id(), inside=not settings.weights.store)
+        with store, mark_services_ended(layout), LocalServices(layout, orchestrator.on_process_death) as services:
             services.add("trainer", "etude.rl.trainer_process", finishes=True)
             for number in range(settings.sampler.count):
                 name = f"sampler-{number}"
@@ -104,6 +109,8 @@ class RlTaskSets:
 def prepare(run: Run, settings: RlSettings, layout: RunLayout) -> RlTaskSets:
     """Copy the model that RL starts from into the run, and write the task lists for the workers."""
     layout.make()
+    if not layout.id.exists():
+        write_atomically(layout.id, uuid.uuid4().hex, durable=True)
     if not layout.model.is_dir():
         origin = settings.model or initial_weights(run, "rl")
         source = origin if isinstance(origin, Path) else origin.path
@@ -202,6 +209,7 @@ class Orchestrator:
         self.step_records = {record["step"]: record for record in records if not record.get("evaluation")}
         self.step_identities = {step: step_identity(record) for step, record in self.step_records.items()}
         self.logged_steps = max(self.step_records, default=0)
+        self._lineage = -1  # of the evaluations that were checked last
         self._reconciled_at = 0.0
 
     @property
@@ -255,8 +263,12 @@ class Orchestrator:
         if evaluation is None:
             return
         due = step - step % evaluation.every if evaluation.every else 0
-        if due < self.settings.steps and due not in held_out.started(self.evaluations):
+        if due >= self.settings.steps or due in held_out.started(self.evaluations):
+            return
+        if due == 0 or self.samplers_have(due):
             held_out.start(self.evaluations, due, sorted(self.tasks.held_out))
+            if due and not self.layout.step_file(due).exists():  # the trainer went back to a checkpoint meanwhile
+                held_out.discard_later(self.evaluations, due - 1)
 
     def log_steps(self, step: int) -> None:
         if (valid := self.last_valid_step(step)) < self.logged_steps:  # the trainer went back to a checkpoint
@@ -293,7 +305,18 @@ class Orchestrator:
         except FileNotFoundError:
             return None
 
+    def unlog_lost_evaluations(self) -> None:
+        """Remove the records of evaluations of weights that were lost when the trainer went back to a checkpoint."""
+        if self._lineage == (lineage := self.evaluations.lineage()):
+            return
+        lost = {step for step in self.logged_evaluations if not held_out.is_finished(self.evaluations, step)}
+        if lost:
+            self.run.remove_metrics("rl", lambda record: bool(record.get("evaluation")) and record["step"] in lost)
+        self.logged_evaluations -= lost
+        self._lineage = lineage
+
     def log_evaluations(self) -> None:
+        self.unlog_lost_evaluations()
         for step in held_out.started(self.evaluations):
             if step in self.logged_evaluations or step > self.logged_steps:
                 continue
@@ -331,7 +354,7 @@ class Orchestrator:
         if evaluation is None or not steps:
             return ""
         counts = self.evaluations.counts()
-        left = sum(count for state, count in counts.items() if state not in ("ready", "trained"))
+        left = sum(count for state, count in counts.items() if state not in ("ready", "trained", "dropped"))
         total = len(steps) * len(self.tasks.held_out) * evaluation.samples
         return f"evaluated {max(0, total - left)} of {total}"
 
@@ -362,7 +385,10 @@ class Orchestrator:
 
     def samplers_have(self, step: int) -> bool:
         """Return whether every sampler has the weights of this step: the last evaluation is of exactly those."""
-        version = json.loads(self.layout.step_file(step).read_text())["version"] if step else 0
+        try:
+            version = json.loads(self.layout.step_file(step).read_text())["version"] if step else 0
+        except FileNotFoundError:  # the trainer went back to a checkpoint
+            return False
         return all(loaded is not None and loaded >= version for loaded in self.sampler_versions())
 
     def sampler_versions(self) -> list[int | None]:

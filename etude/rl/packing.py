@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from etude.errors import InputError
-from etude.harness.trace import Segment
+from etude.harness.trace import NO_VERSION, Segment
 from etude.kernels.loss import IGNORE
 from etude.model.config import ModelConfig
 from etude.rl.objective import RolloutBatch
@@ -106,6 +106,7 @@ def _batch(rows: Sequence[Sequence[TrainingSequence]], config: ModelConfig, padd
     shape = len(rows), length
     tokens, targets = np.full(shape, padding, np.int64), np.full(shape, IGNORE, np.int64)
     advantages, sampler_logprobs = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+    versions = np.full(shape, NO_VERSION, np.int32)
     routing = _empty_routing(rows, config, shape)
     lengths = []
     for number, row in enumerate(rows):
@@ -115,7 +116,8 @@ def _batch(rows: Sequence[Sequence[TrainingSequence]], config: ModelConfig, padd
             span, sampled = slice(at, at + size - 1), segment.sampled[1:]
             tokens[number, at : at + size] = segment.tokens
             targets[number, span] = np.where(sampled, segment.tokens[1:].astype(np.int64), IGNORE)
-            sampler_logprobs[number, span] = np.where(sampled, segment.raw_logprobs[1:], 0.0)
+            sampler_logprobs[number, span] = np.where(sampled, segment.logprobs[1:], 0.0)
+            versions[number, span] = segment.versions[1:]
             by_token = np.zeros(size, np.float32)
             by_token[segment.sampled] = sequence.token_advantages
             advantages[number, span] = by_token[1:]
@@ -134,6 +136,7 @@ def _batch(rows: Sequence[Sequence[TrainingSequence]], config: ModelConfig, padd
         trained,
         token_advantages=torch.from_numpy(advantages),
         sampler_logprobs=torch.from_numpy(sampler_logprobs),
+        sampler_versions=torch.from_numpy(versions),
         routing=None if routing is None else torch.from_numpy(routing),
     )
 

@@ -13,6 +13,7 @@ from etude.rl.advantages import EstimatorSettings
 from etude.rl.curriculum import CurriculumSettings
 from etude.rollouts.settings import RolloutSettings
 from etude.runs.layout import RunLayout
+from etude.train.settings import BalanceSettings
 
 # Losses of sampled tokens (`TokenLoss` in rl/objective.py), with their options as keyword-only parameters.
 OBJECTIVES = Registry[Callable[..., Any]]("objective", lazy={"policy_gradient": "etude.rl.objective:policy_gradient"})
@@ -39,10 +40,39 @@ class RlSettings(RolloutSettings, SamplerRunSettings):
     curriculum: CurriculumSettings = Field(default_factory=CurriculumSettings)
 
     learning_rate: float = Field(default=1e-6, gt=0, description="learning rate, constant after the warm-up")
-    warmup: int = Field(default=0, ge=0, description="steps of linear learning-rate warm-up")
+    warmup: int | None = Field(
+        default=None,
+        ge=0,
+        description="steps of linear learning-rate warm-up; default: a tenth of the steps, at least 2, at most 10",
+    )
     betas: tuple[float, float] = Field(default=(0.9, 0.95), strict=False, description="Adam betas")
+    eps: float = Field(
+        default=1e-9,
+        gt=0,
+        description="Adam's epsilon; below typical gradients, else it lowers the learning rate, and above those of "
+        "tokens that are never drawn, else these move as fast",
+    )
     weight_decay: float = Field(default=0.0, ge=0, description="weight decay of matrices")
-    max_grad_norm: float = Field(default=1.0, ge=0, description="gradient-norm limit; 0: no clipping")
+    max_grad_norm_ratio: float = Field(
+        default=1.5,
+        ge=0,
+        description="gradient-norm limit as a multiple of the median norm of the last 32 steps; 0: none",
+    )
+    max_grad_norm: float = Field(default=0.0, ge=0, description="absolute gradient-norm limit; 0: none")
+    loss_tokens: int = Field(
+        default=1024,
+        ge=1,
+        description="the summed loss of a step is divided by its rollouts times this constant, not by their tokens",
+    )
+    balance: BalanceSettings = Field(default_factory=BalanceSettings, description="load of the experts of a MoE model")
+    max_numerics_mismatch: float = Field(
+        default=0.2,
+        ge=0,
+        description="alarm: p99 difference of trainer and sampler log-probability, tokens of the same weights; 0: off",
+    )
+    max_staleness_mismatch: float = Field(
+        default=1.0, ge=0, description="alarm: the same difference on tokens of older weights; 0: off"
+    )
     length: int = Field(default=4096, ge=2, description="tokens of a packed row; a longer segment gets its own row")
     rows: int = Field(default=4, ge=1, description="packed rows of one micro-batch")
     device: str = Field(default="auto", description="trainer device: cpu, cuda ...; auto: a GPU if there is one")
@@ -65,6 +95,10 @@ class RlSettings(RolloutSettings, SamplerRunSettings):
             check_options("objective_options", OBJECTIVES[self.objective], self.objective_options)
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must be at least 0 and below 1, not {list(self.betas)}")
+        if self.warmup is not None and self.warmup > self.steps:
+            raise ValueError(
+                f"warmup = {self.warmup} is more than the {self.steps} steps: the rate would not be reached"
+            )
         if self.evaluation is not None and self.tasks in self.evaluation.tasks:
             raise ValueError(f'evaluation.tasks has "{self.tasks}", which is trained on: evaluate on other tasks')
         if self.precision == "bfloat16" and self.weights.dtype == "float32":
@@ -75,6 +109,11 @@ class RlSettings(RolloutSettings, SamplerRunSettings):
             held = f"sampler.kv_cache_tokens = {self.sampler.kv_cache_tokens} does not hold one session"
             raise ValueError(f"{held}: give at least window = {self.window}, better that for each of in_flight")
         return self
+
+    @property
+    def warmup_steps(self) -> int:
+        """The steps of the warm-up."""
+        return min(10, max(2, self.steps // 10)) if self.warmup is None else self.warmup
 
 
 def open_rl_run(run: Path | str) -> tuple[RunLayout, RlSettings]:

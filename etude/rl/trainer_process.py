@@ -1,8 +1,8 @@
 """The trainer process: `python -m etude.rl.trainer_process RUN`. Builds the learning loop and keeps its checkpoints.
 
-A checkpoint is a Hugging Face directory with the optimizer's tensors and the step. After a restart the trainer
-continues from the newest checkpoint, rewinds the queue to it, and publishes its weights as a new version: version
-numbers only ever grow.
+A checkpoint is a Hugging Face directory with the optimizer's tensors, the step and a digest. After a restart the
+trainer continues from the newest intact checkpoint, rewinds the queue to it, and publishes its weights as a new
+version: version numbers only ever grow.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from etude.chat.tokenizer import Tokenizer
 from etude.config import read_toml
 from etude.errors import EtudeError
 from etude.evaluation import held_out
-from etude.files import write_atomically
+from etude.files import commit_directory, files_digest, write_atomically
 from etude.harness.profile import AgentProfile
 from etude.kernels import usable_device
 from etude.model.checkpoint import load, training_file, write_model, write_training_file
 from etude.model.config import PROFILE_FILE
 from etude.model.mtp import MTP_FILE, mtp_file
 from etude.model.transformer import Transformer, compile_blocks
+from etude.rewards.live_weights import LiveWeights
 from etude.rl.loop import RlLoop, learn, publish
 from etude.rl.objective import PolicyGradient
 from etude.rl.settings import OBJECTIVES, RlSettings, open_rl_run
@@ -41,8 +42,11 @@ from etude.rollouts.settings import evaluation_queue
 from etude.runs.layout import RunLayout
 from etude.runs.service_status import write_status
 from etude.system.processes import die_with_parent, parent_process
+from etude.system.terminal import say
+from etude.train.balance import check_balance
 from etude.train.optim import AdamSettings
-from etude.train.phase import OPTIMIZER_FILE, STATE_FILE
+from etude.train.phase import OPTIMIZER_FILE, STATE_FILE, set_damaged_aside
+from etude.train.settings import BalanceSettings
 from etude.train.trainer import Trainer
 from etude.weights.object_store import ObjectStore
 from etude.weights.publisher import Publisher
@@ -50,6 +54,7 @@ from etude.weights.versions import latest
 
 SERVICE = "trainer"
 STATUS_S = 1.0
+RL_BIAS_RATE = 1e-4
 
 
 def main() -> None:
@@ -62,39 +67,46 @@ def main() -> None:
             learn(loop)
             loop.publisher.flush(settings.stall_s)
     except (EtudeError, OSError) as error:
-        print(f"etude: {error}", file=sys.stderr)
+        say(f"etude: {error}", file=sys.stderr)
         sys.exit(error.exit_code if isinstance(error, EtudeError) else 1)
 
 
 @contextmanager
 def open_loop(layout: RunLayout, settings: RlSettings) -> Iterator[RlLoop]:
-    """Give the learning loop, restored from the newest checkpoint, with its weights being published."""
+    """Give the learning loop, restored from the newest intact checkpoint, with its weights being published."""
     with reporting_status(layout) as report_status:
         report_status(state="starting")
         device = usable_device(settings.device)
-        found = checkpoints(layout)
+        found = intact_checkpoints(layout)
         origin = found[-1][1] if found else layout.model
         model = load(origin, dtype=getattr(torch, settings.precision), device=device)
         if settings.recompute:
             model.recompute = True
         if settings.compile:
             compile_blocks(model)
-        trainer = Trainer(model, adam_settings(settings))
+        check_balance(settings.balance, model.config, "rl")
+        trainer = Trainer(model, adam_settings(settings), balance=balance_settings(settings))
         if found:
-            trainer.step_count = json.loads((origin / STATE_FILE).read_text())["step"]
+            trainer.step_count = found[-1][0]
             trainer.optimizer.load_state_dict(load_file(training_file(origin, OPTIMIZER_FILE)))
-        queue = RolloutQueue(layout.slots, settings)
+        queue = RolloutQueue(layout.slots, settings, durable=True)
         evaluations = None
         if settings.evaluation:
             evaluations = RolloutQueue(layout.evaluations, evaluation_queue(settings, settings.evaluation.samples))
         # Before the queues are rewound: ready groups must not look stale to the orchestrator.
         remove_later_steps(layout, trainer.step_count)
-        for each in filter(None, (queue, evaluations)):
-            each.rewind(trainer.step_count)
+        queue.rewind(trainer.step_count)
+        if evaluations is not None:
+            held_out.rewind(evaluations, trainer.step_count)
         store = ObjectStore(layout.store)
         tokenizer = Tokenizer.load(layout.model)
-        newest = latest(store)
-        with Publisher(store, full_every=settings.weights.full_every, keep=settings.weights.keep) as publisher:
+        try:
+            stored = latest(store)
+        except OSError:  # away: the queue knows the numbers too
+            stored = None
+        weights = settings.weights
+        run = layout.run_id()
+        with Publisher(store, full_every=weights.full_every, keep=weights.keep, run=run) as publisher:
             loop = RlLoop(
                 layout,
                 settings,
@@ -105,10 +117,11 @@ def open_loop(layout: RunLayout, settings: RlSettings) -> Iterator[RlLoop]:
                 publisher,
                 load_reference(layout, settings, device),
                 tokenizer.end_of_text,
-                -1 if newest is None else newest,
+                max(queue.newest_version(), -1 if stored is None else stored),
+                reward_weights=LiveWeights(layout.run, settings.rewards).at,
                 blocked_by=first_evaluation_blocker(evaluations),
                 report_status=report_status,
-                record_step=lambda step, facts: write_atomically(layout.step_file(step), json.dumps(facts)),
+                record_step=partial(record_step, layout),
                 checkpoint=lambda: write_checkpoint(layout, trainer, tokenizer, settings),
             )
             publish(loop)
@@ -124,9 +137,22 @@ def adam_settings(settings: RlSettings) -> AdamSettings:
     A float32 trainer that publishes bfloat16 weights computes with rounded ones: it trains what the samplers run.
     """
     rounded = settings.precision == "float32" and settings.weights.dtype == "bfloat16"
+    s = settings
     return AdamSettings(
-        settings.learning_rate, settings.betas, 1e-8, settings.weight_decay, settings.max_grad_norm, rounded
+        s.learning_rate,
+        s.betas,
+        s.eps,
+        s.weight_decay,
+        s.max_grad_norm,
+        s.max_grad_norm_ratio,
+        round_to_bfloat16=rounded,
     )
+
+
+def balance_settings(settings: RlSettings) -> BalanceSettings:
+    """Return the settings of balancing experts. A policy step has few tokens, all alike: the bias moves slowly."""
+    given = settings.balance
+    return given if given.bias_rate is not None else given.model_copy(update={"bias_rate": RL_BIAS_RATE})
 
 
 def open_objective(settings: RlSettings) -> PolicyGradient:
@@ -134,7 +160,8 @@ def open_objective(settings: RlSettings) -> PolicyGradient:
     loss = None
     if settings.objective != "policy_gradient":
         loss = partial(OBJECTIVES[settings.objective], **settings.objective_options)
-    return PolicyGradient(settings.estimator.max_importance_ratio, settings.estimator.plausibility, loss)
+    estimator = settings.estimator
+    return PolicyGradient(estimator.max_importance_ratio, estimator.plausibility, loss, settings.temperature)
 
 
 def load_reference(layout: RunLayout, settings: RlSettings, device: torch.device) -> Transformer | None:
@@ -191,8 +218,28 @@ def reporting_status(layout: RunLayout) -> Iterator[Callable[..., None]]:
 
 def checkpoints(layout: RunLayout) -> list[tuple[int, Path]]:
     """Return the trainer's checkpoints with their steps, oldest first."""
-    found = [path for path in layout.trainer.glob("[0-9]*") if (path / STATE_FILE).exists()]
-    return sorted((int(path.name), path) for path in found)
+    return sorted((int(path.name), path) for path in layout.trainer.glob("[0-9]*") if path.name.isdigit())
+
+
+def intact_checkpoints(layout: RunLayout) -> list[tuple[int, Path]]:
+    """Return the checkpoints after setting damaged newest ones aside; InputError if all are damaged."""
+    set_damaged_aside([path for _, path in checkpoints(layout)], _is_intact)
+    return checkpoints(layout)
+
+
+def _is_intact(checkpoint: Path) -> bool:
+    try:
+        state = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
+    except ValueError:
+        return False
+    return bool(state == {"step": int(checkpoint.name), "digest": _digest(checkpoint)})
+
+
+def _digest(checkpoint: Path) -> str:
+    """Return a digest of all files but the one that records it."""
+    files = {path.relative_to(checkpoint).as_posix(): path for path in checkpoint.rglob("*") if path.is_file()}
+    files.pop(STATE_FILE, None)
+    return files_digest(sorted(files.items()))
 
 
 def write_checkpoint(layout: RunLayout, trainer: Trainer, tokenizer: Tokenizer, settings: RlSettings) -> None:
@@ -209,14 +256,18 @@ def write_checkpoint(layout: RunLayout, trainer: Trainer, tokenizer: Tokenizer, 
         write_training_file(draft, OPTIMIZER_FILE, trainer.optimizer.state_dict())
         if layers := mtp_file(layout.model):  # MTP layers are not trained here, only carried along
             shutil.copy(layers, training_file(draft, MTP_FILE))
-        (draft / STATE_FILE).write_text(json.dumps({"step": step}))
+        (draft / STATE_FILE).write_text(json.dumps({"step": step, "digest": _digest(draft)}))
     except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a full disk
         raise EtudeError(f"{draft}: the checkpoint cannot be written: {error}") from error
     final = layout.trainer / f"{step:06d}"
-    shutil.rmtree(final, ignore_errors=True)
-    draft.rename(final)
+    commit_directory(draft, final)
     for _, old in checkpoints(layout)[: -settings.keep]:
         shutil.rmtree(old)
+
+
+def record_step(layout: RunLayout, step: int, facts: dict[str, Any]) -> None:
+    """Write the facts of a step; durably, because the checkpoint that follows it is durable too."""
+    write_atomically(layout.step_file(step), json.dumps(facts), durable=True)
 
 
 def remove_later_steps(layout: RunLayout, step: int) -> None:

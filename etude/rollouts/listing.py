@@ -82,7 +82,7 @@ def _stored(layout: RunLayout, path: Path, group: ReadyGroup, task: str, step: i
     current = slot.reward is not None and layout.root / slot.trace == path
     if path.is_relative_to(layout.evaluation_traces):
         evaluated_step, _, task = task.partition("/")
-        step = int(evaluated_step)
+        step = int(evaluated_step) if evaluated_step.isdigit() else None  # else of weights that were lost
     elif not current:
         step = None  # another attempt was trained on, if any
     reward = slot.reward if current else None

@@ -18,65 +18,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from etude.errors import EtudeError, InputError
+from etude.rollouts.queue_schema import FIRST_VERSION, LAST_VERSION, OLDEST_STEP, SCHEMA, SHARED_STEP
 from etude.rollouts.settings import QueueSettings
 
 SlotState = Literal["queued", "starting", "running", "grading", "ready"]
 IN_FLIGHT = "state IN ('starting', 'running', 'grading')"
 IncidentKind = Literal["failed", "lost", "stale", "dropped"]
-
-SCHEMA = """
-CREATE TABLE IF NOT EXISTS plan (key TEXT PRIMARY KEY, value TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS groups (
-    id INTEGER PRIMARY KEY,
-    task TEXT NOT NULL UNIQUE,           -- a prompt is used once, whatever happens
-    expected REAL NOT NULL DEFAULT 0,    -- expected seconds: long groups start early
-    step INTEGER,                        -- policy step that trained it; NULL: not trained
-    dropped TEXT                         -- why it will never be trained
-);
-CREATE TABLE IF NOT EXISTS slots (
-    id INTEGER PRIMARY KEY,
-    grp INTEGER NOT NULL REFERENCES groups(id),
-    number INTEGER NOT NULL,
-    state TEXT NOT NULL DEFAULT 'queued',
-    attempt INTEGER NOT NULL DEFAULT 0,  -- counts claims; the fencing token of the current one
-    failures INTEGER NOT NULL DEFAULT 0,
-    worker TEXT NOT NULL DEFAULT '',
-    lease REAL NOT NULL DEFAULT 0,       -- when the claim expires
-    oldest INTEGER,                      -- policy steps that sampled its tokens; before that, a lower bound
-    newest INTEGER,
-    reward TEXT,                         -- JSON
-    trace TEXT NOT NULL DEFAULT '',
-    resume TEXT NOT NULL DEFAULT '',     -- a rollout checkpoint: JSON
-    note TEXT NOT NULL DEFAULT '',
-    UNIQUE (grp, number)
-);
-CREATE TABLE IF NOT EXISTS versions (
-    number INTEGER PRIMARY KEY,          -- weight version: only ever grows, also across restarts
-    step INTEGER NOT NULL                -- policy step of those weights
-);
-CREATE TABLE IF NOT EXISTS troubles (     -- written by triggers, so that no change can omit it
-    id INTEGER PRIMARY KEY,
-    grp INTEGER NOT NULL REFERENCES groups(id),
-    number INTEGER,                      -- of the slot; NULL: the whole group
-    kind TEXT NOT NULL,
-    why TEXT NOT NULL,
-    step INTEGER                         -- last trained step at that time; NULL: none
-);
-CREATE TRIGGER IF NOT EXISTS slot_failed AFTER UPDATE OF failures ON slots WHEN NEW.failures > OLD.failures BEGIN
-    INSERT INTO troubles (grp, number, kind, why, step) SELECT NEW.grp, NEW.number,
-        CASE NEW.note WHEN 'its lease expired' THEN 'lost' ELSE 'failed' END, NEW.note, MAX(step) FROM groups;
-END;
-CREATE TRIGGER IF NOT EXISTS slot_stale AFTER UPDATE OF state ON slots
-WHEN OLD.state = 'ready' AND NEW.state = 'queued' BEGIN
-    INSERT INTO troubles (grp, number, kind, why, step)
-    SELECT NEW.grp, NEW.number, 'stale', NEW.note, MAX(step) FROM groups;
-END;
-CREATE TRIGGER IF NOT EXISTS group_dropped AFTER UPDATE OF dropped ON groups
-WHEN OLD.dropped IS NULL AND NEW.dropped IS NOT NULL BEGIN
-    INSERT INTO troubles (grp, kind, why, step) SELECT NEW.id, 'dropped', NEW.dropped, MAX(step) FROM groups;
-END;
-CREATE INDEX IF NOT EXISTS slots_by_state ON slots (state, grp);
-"""
 
 
 class StaleClaim(EtudeError):
@@ -93,7 +40,7 @@ class Slot:
     number: int
     attempt: int
     state: str
-    oldest_step: int | None = None  # policy steps of the weights that sampled it
+    oldest_step: int | None = None  # policy steps that the weights which sampled it count as
     newest_step: int | None = None
     reward: dict[str, Any] | None = None
     trace: str = ""
@@ -164,12 +111,16 @@ class Incident:
 class RolloutQueue:
     """The rollout queue of one run."""
 
-    def __init__(self, path: Path | str, settings: QueueSettings) -> None:
+    def __init__(self, path: Path | str, settings: QueueSettings, *, durable: bool = False) -> None:
+        """Open a queue. The trainer's is `durable`: what it marks as trained survives a power cut.
+
+        Other processes may lose their last seconds in one: those rollouts run again.
+        """
         self.settings = settings
         self._db = sqlite3.connect(str(path), isolation_level=None, timeout=30.0)
         self._db.row_factory = sqlite3.Row
         self._db.execute("PRAGMA journal_mode=WAL")
-        self._db.execute("PRAGMA synchronous=NORMAL")  # a process crash loses nothing, a machine crash the last seconds
+        self._db.execute(f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
         self._db.executescript(SCHEMA)
         self._check_group_size()
 
@@ -298,13 +249,13 @@ class RolloutQueue:
 
     def finish(self, slot: Slot, reward: dict[str, Any], trace: str, versions: tuple[int, int]) -> None:
         """Store a scored rollout with its oldest and newest weight version. Only the first report of a claim counts."""
-        step = "COALESCE((SELECT step FROM versions WHERE versions.number=?), ?)"
         # A rollout without a sampled token counts as the newest version: otherwise it would be resampled for ever.
-        oldest, newest = versions if versions[0] >= 0 else (self.newest_version(),) * 2
+        oldest, newest = versions if versions[0] >= 0 else (max(0, self.newest_version()),) * 2
+        steps = ", ".join(f"{name}=COALESCE({OLDEST_STEP % ('?', '?')}, ?)" for name in ("oldest", "newest"))
         self._report(
             slot,
-            f"state='ready', reward=?, trace=?, oldest={step}, newest={step}, resume='', worker='', lease=0",
-            (json.dumps(reward), trace, oldest, oldest, newest, newest),
+            f"state='ready', reward=?, trace=?, {steps}, resume='', worker='', lease=0",
+            (json.dumps({**reward, "versions": [oldest, newest]}), trace, oldest, newest, oldest, *(newest,) * 3),
         )
 
     def fail(self, slot: Slot, why: str, *, keep_resume: bool = True) -> None:
@@ -418,7 +369,7 @@ class RolloutQueue:
         ).fetchall()
 
     def mark_trained(self, groups: Iterable[ReadyGroup], step: int) -> None:
-        """Record that these groups were trained in this step."""
+        """Record that these groups were trained in this step, with these rewards."""
         with self._transaction() as db:
             for group in groups:
                 found = db.execute(
@@ -426,6 +377,8 @@ class RolloutQueue:
                 )
                 if not found.rowcount:
                     raise EtudeError(f"group {group.id} of {group.task} was trained or dropped before")
+                rewards = [(json.dumps(slot.record), slot.id) for slot in group.slots]
+                db.executemany("UPDATE slots SET reward=? WHERE id=?", rewards)
 
     def record_version(self, number: int, step: int) -> None:
         """Record the policy step of a weight version. An unknown version counts as the step of the same number."""
@@ -433,28 +386,58 @@ class RolloutQueue:
             db.execute("INSERT OR REPLACE INTO versions VALUES (?, ?)", (number, step))
 
     def step_of(self, number: int) -> int:
-        """Return the policy step of a weight version."""
-        return int(self._scalar("SELECT COALESCE((SELECT step FROM versions WHERE number=?), ?)", number, number))
+        """Return the policy step that a weight version counts as."""
+        return int(self._scalar(f"SELECT COALESCE({OLDEST_STEP % ('?', '?')}, ?)", number, number, number))
 
     def last_heartbeat(self) -> float:
         """Return the latest lease end of all slots in flight: it grows while any worker is alive."""
         return float(self._scalar(f"SELECT COALESCE(MAX(lease), 0) FROM slots WHERE {IN_FLIGHT}"))
 
     def newest_version(self) -> int:
-        """Return the newest published weight version; 0 before the first."""
-        return int(self._scalar("SELECT COALESCE(MAX(number), 0) FROM versions"))
+        """Return the newest weight version, whether its upload has finished or not; -1 before the first."""
+        return int(self._scalar("SELECT COALESCE(MAX(number), -1) FROM versions"))
 
     def rewind(self, step: int) -> int:
         """Go back to the checkpoint after `step`: groups that were trained later are ready again, not resampled.
 
-        Tokens sampled by the lost steps count as sampled by `step`. Returns how many groups are ready again.
+        Returns how many groups are ready again.
         """
         with self._transaction() as db:
-            db.execute("UPDATE versions SET step=? WHERE step > ?", (step, step))
-            newer = "WHERE oldest > ? OR newest > ?"
-            db.execute(f"UPDATE slots SET oldest=MIN(oldest, ?), newest=MIN(newest, ?) {newer}", (step,) * 4)
-            db.execute("UPDATE plan SET value=? WHERE key='served' AND CAST(value AS INTEGER) > ?", (str(step), step))
-            return db.execute("UPDATE groups SET step=NULL WHERE step > ?", (step,)).rowcount
+            db.execute("INSERT INTO rewinds SELECT MAX(number), ? FROM versions HAVING MAX(step) > ?", (step, step))
+            back = db.execute("UPDATE groups SET step=NULL WHERE step > ?", (step,)).rowcount
+            # Rollouts in progress have only a lower bound yet, and those of older Etudes no versions.
+            for name in ("oldest", "newest"):
+                db.execute(f"UPDATE slots SET {name} = 2 * ? - {name} WHERE {name} > ?", (step, step))
+            db.execute(
+                f"""UPDATE slots SET oldest = COALESCE({OLDEST_STEP % (FIRST_VERSION, LAST_VERSION)}, oldest),
+                                     newest = COALESCE({OLDEST_STEP % (LAST_VERSION, LAST_VERSION)}, newest)
+                    WHERE reward IS NOT NULL AND grp IN (SELECT id FROM groups WHERE step IS NULL)"""
+            )
+            served = "UPDATE plan SET value = 2 * ? - value WHERE key='served' AND CAST(value AS INTEGER) > ?"
+            db.execute(served, (step, step))
+            return back
+
+    def lineage(self) -> int:
+        """Return how often the trainer has gone back to a checkpoint."""
+        return int(self._scalar("SELECT COUNT(*) FROM rewinds"))
+
+    def requeue_lost(self) -> int:
+        """Requeue finished rollouts with a token of a lost version; return how many."""
+        if not self.lineage():
+            return 0
+        with self._transaction() as db:
+            return db.execute(
+                f"""UPDATE slots SET state='queued', reward=NULL, trace='', oldest=NULL, newest=NULL, resume='',
+                           note='sampled by weights that were lost'
+                    WHERE state='ready' AND EXISTS (SELECT 1 FROM versions v WHERE v.step > {SHARED_STEP}
+                                                    AND v.number BETWEEN {FIRST_VERSION} AND {LAST_VERSION})"""
+            ).rowcount
+
+    def discard(self, group: int, reason: str) -> None:
+        """Drop a group and free its name, so that its prompt can be used again; running claims become invalid."""
+        with self._transaction() as db:
+            db.execute("UPDATE groups SET dropped=?, task='lost-' || id || '/' || task WHERE id=?", (reason, group))
+            db.execute(f"UPDATE slots SET state='queued', worker='', lease=0 WHERE grp=? AND {IN_FLIGHT}", (group,))
 
     # ------------------------------------------------------------------------------------------ reading
 

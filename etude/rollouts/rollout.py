@@ -44,7 +44,7 @@ from etude.tasks.environment import (
 from etude.tasks.schema import DEFAULT_VERIFIER_TIMEOUT_S
 from etude.tasks.session_agent import open_task_session
 from etude.tasks.task import Task, TaskStep
-from etude.tasks.trial import run_trial
+from etude.tasks.trial import DEFAULT_AGENT_TIMEOUT_S, run_trial
 from etude.tasks.verifier import verified_in_place
 from etude.tasks.verifier_result import VerifierFailed, VerifierResult
 
@@ -191,7 +191,9 @@ async def run_rollout(
     runner = RolloutRunner(
         task, model, replace(options, session=session), resume.seed if resume else seed, resume, on_checkpoint, on_phase
     )
-    limit = 2 * SETUP_S + session_s + (task.verifier.timeout_s or DEFAULT_VERIFIER_TIMEOUT_S)
+    verifier_s = 2 * SETUP_S + (task.verifier.timeout_s or DEFAULT_VERIFIER_TIMEOUT_S)
+    control_s = verifier_s + (task.agent.timeout_s or DEFAULT_AGENT_TIMEOUT_S)  # only if the verifier is stopped
+    limit = verifier_s + session_s + control_s
     try:
         async with asyncio.timeout(limit):
             try:
@@ -248,7 +250,8 @@ class RolloutRunner:
         (trace,), result = trial.traces, trial.result
         versions = trace.versions()
         in_force = weights(versions[1])
-        reward = score(await grade(VerifiedTrial(self.task, trace, result), in_force), in_force)
+        graded = await grade(VerifiedTrial(self.task, trace, result), in_force)
+        reward = await asyncio.to_thread(score, graded, in_force)  # a gate parses the changed code
         recorded = {"total": reward.total, "parts": dict(reward.parts), "hack": reward.hack, "score": result.score}
         sampled = {"versions": list(versions)} if trace.exact else {}
         trace = replace(trace, facts={**trace.facts, **sampled, "reward": recorded})

@@ -84,7 +84,9 @@ class RolloutSettings(QueueSettings, SessionSettings, StageSettings):
     checkpoint_rollouts_s: float = Field(
         default=60.0, ge=0, description="seconds between checkpoints of a rollout; 0: no checkpoints"
     )
-    temperature: float = Field(default=1.0, gt=0, description="sampling temperature")
+    temperature: float = Field(
+        default=1.0, ge=1e-3, le=1e3, description="sampling temperature; the policy that is trained includes it"
+    )
     rewards: Annotated[dict[str, float], AfterValidator(_check_rewards)] = Field(
         default={"correctness": 1.0}, strict=False, description="weight of each reward term"
     )

@@ -55,6 +55,7 @@ from etude.runs.layout import RunLayout
 from etude.runs.service_status import read_statuses, write_status
 from etude.system.cores import usable_cores
 from etude.system.processes import die_with_parent, parent_process
+from etude.system.terminal import say
 from etude.tasks.environment import PreparedEnvironments, environment_kind
 from etude.tasks.harbor import read_task
 from etude.tasks.task import Task
@@ -348,7 +349,7 @@ class Worker:
             seed=rollout_seed(config.seed, QUEUES.index(queue), slot.group, slot.number, slot.attempt),
             id=f"{self.layout.run.name}/{queue}/{slot.group:06d}/{slot.number:02d}-{slot.attempt}",
             facts={"run": self.layout.run.name, "set": queue, "group": slot.group, "number": slot.number},
-            weights=self.weights.at,
+            weights=lambda version: self.weights.current(),  # the trainer scores the group again, with one set
             resume=resume,
             on_checkpoint=save,
             on_phase=set_phase,
@@ -549,7 +550,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         seed = int(read_toml(layout.recipe).get("seed", 0))
         asyncio.run(run_worker(given.name, worker_config(layout, settings, seed), settings))
     except EtudeError as error:
-        print(f"{given.name}: {error}", file=sys.stderr, flush=True)
+        say(f"{given.name}: {error}", file=sys.stderr)
         if layout is not None:
             write_status(layout, given.name, state="failed", problem=str(error))
         return error.exit_code

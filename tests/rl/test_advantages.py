@@ -1,18 +1,16 @@
 """Properties of the advantages and of the KL estimators."""
 
-import itertools
 import math
 import random
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from etude.errors import InputError
-from etude.rl.advantages import EstimatorSettings, k1, k3, token_advantages
+from etude.rl.advantages import KL_FORMS, EstimatorSettings, k1, k3, kl_penalties, token_advantages
 from etude.rollouts.group_advantages import group_advantages
 
 REWARDS = st.lists(st.floats(-10, 10), min_size=1, max_size=16)
@@ -56,9 +54,9 @@ def test_splitting_a_rollout_into_segments_changes_no_token_advantage(
     sampled: list[int], advantage: float, weight: float, seed: int
 ) -> None:
     total = sum(sampled)
-    kl = np.random.default_rng(seed).standard_normal(total)
-    whole = token_advantages(advantage, [total], kl=[kl], kl_weight=weight)[0]
-    parts = token_advantages(advantage, sampled, kl=np.split(kl, np.cumsum(sampled)[:-1]), kl_weight=weight)
+    penalties = weight * np.random.default_rng(seed).standard_normal(total)
+    whole = token_advantages(advantage, [total], penalties=penalties)[0]
+    parts = token_advantages(advantage, sampled, penalties=penalties)
     assert [len(part) for part in parts] == sampled
     assert np.allclose(np.concatenate(parts), whole, atol=1e-5)
 
@@ -101,45 +99,14 @@ def test_the_variances_cross_at_0_628() -> None:
     assert far_three.var() > far_one.var()
 
 
-LENGTH, VOCABULARY = 3, 3
-
-
-def sequence_logprobs(logits: torch.Tensor, sequence: tuple[int, ...]) -> torch.Tensor:
-    """Return log p of the tokens under a policy whose next token depends on the last one only."""
-    previous = [VOCABULARY, *sequence[:-1]]
-    return logits.log_softmax(-1)[previous, list(sequence)]
-
-
-def test_k1_as_a_loss_has_no_gradient_and_in_the_reward_it_has_the_right_one() -> None:
-    """By enumeration of all sequences, hence without sampling noise."""
-    torch.manual_seed(0)
-    logits = torch.randn(VOCABULARY + 1, VOCABULARY, dtype=torch.float64, requires_grad=True)
-    reference = torch.randn(VOCABULARY + 1, VOCABULARY, dtype=torch.float64)
-    sequences = list(itertools.product(range(VOCABULARY), repeat=LENGTH))
-    probabilities = [sequence_logprobs(logits, sequence).sum().exp().item() for sequence in sequences]
-
-    divergence = torch.stack(
-        [
-            sequence_logprobs(logits, s).sum().exp()
-            * (sequence_logprobs(logits, s) - sequence_logprobs(reference, s)).sum()
-            for s in sequences
-        ]
-    ).sum()
-    (truth,) = torch.autograd.grad(divergence, logits)
-
-    naive, right = torch.zeros_like(logits), torch.zeros_like(logits)
-    for sequence, probability in zip(sequences, probabilities, strict=True):
-        logprobs = sequence_logprobs(logits, sequence)
-        reference_logprobs = sequence_logprobs(reference, sequence)
-        (gradient,) = torch.autograd.grad((logprobs - reference_logprobs).sum(), logits, retain_graph=True)
-        naive += probability * gradient
-        kl = k1(logprobs.detach().numpy(), reference_logprobs.numpy())
-        (advantages,) = token_advantages(0.0, [LENGTH], kl=[kl], kl_weight=1.0)
-        (gradient,) = torch.autograd.grad(-(torch.from_numpy(advantages).double() * logprobs).sum(), logits)
-        right += probability * gradient
-    assert naive.abs().max() < 1e-12
-    assert truth.abs().max() > 0.1
-    assert torch.allclose(right, truth, atol=1e-6)
+@pytest.mark.parametrize("form", list(KL_FORMS))
+def test_a_penalty_is_the_own_log_ratio_and_the_estimates_of_all_later_tokens(form: str) -> None:
+    rng = np.random.default_rng(0)
+    for size in (0, 1, 2, 7):
+        logprobs, reference = -rng.random(size), -rng.random(size)
+        estimates = KL_FORMS[form](logprobs, reference)
+        expected = [logprobs[t] - reference[t] + estimates[t + 1 :].sum() for t in range(size)]
+        np.testing.assert_allclose(kl_penalties(KL_FORMS[form], logprobs, reference), expected, atol=1e-12)
 
 
 @pytest.mark.parametrize(

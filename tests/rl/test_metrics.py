@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from cases import case, changed, did
-from harness_traces import equal, example
+from harness_traces import example
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -17,7 +17,7 @@ from rich.table import Table
 
 from etude.errors import EtudeError, InputError
 from etude.evaluation import held_out
-from etude.harness.atif import from_atif
+from etude.harness.atif import to_atif
 from etude.harness.trace_store import save_trace
 from etude.rewards import score
 from etude.rewards.monitors import behaviour_rates
@@ -35,8 +35,9 @@ STEP_FACTS = {
     "version": 5,
     "values": {"loss": -0.1, "entropy_seen": 0.7, "mismatch": 0.01, "ratio": 1.001},
     "gradient_norm": 0.4,
-    "mismatch_mean": 0.01,
-    "mismatch_p99": 0.05,
+    "mismatch_numerics_mean": 0.01,
+    "mismatch_numerics_p99": 0.05,
+    "mismatch_staleness_p99": 0.2,
     "trained_tokens": 100,
     "tokens": 120,
     "step_s": 2.0,
@@ -134,17 +135,17 @@ def test_staleness_of_the_oldest_and_the_newest_token() -> None:
     groups = [
         group(reward(1), reward(0), versions=(3, 5)),
         group(reward(1), versions=(5, 5)),
-        group(reward(1), versions=(-1, -1)),
+        group(reward(1), versions=(-1, 4)),  # sampled by weights that were lost in a rewind to step 0 or 1
     ]
     record = metrics.staleness_facts(groups, 5)
-    assert (record["staleness"], record["staleness_max"], record["staleness_newest"]) == (pytest.approx(4 / 3), 2, 0)
-    assert (record["staleness/0"], record["staleness/2"]) == pytest.approx((1 / 3, 2 / 3))
-    assert record["swapped"] == 0.5
+    assert (record["staleness"], record["staleness_max"], record["staleness_newest"]) == (2.5, 6, 0.25)
+    assert (record["staleness/0"], record["staleness/2"]) == (0.25, 0.5)
+    assert record["swapped"] == 0.75
 
 
 def test_step_facts_have_the_names_of_metrics() -> None:
     record = metrics.trainer_facts({**STEP_FACTS, "waited_for": {"groups": 2.5, "measurement": 0.5}})
-    assert (record["entropy"], record["ratio"], record["mismatch_p99"], record["gradient_norm"]) == (
+    assert (record["entropy"], record["ratio"], record["mismatch_numerics_p99"], record["gradient_norm"]) == (
         0.7,
         1.001,
         0.05,
@@ -221,18 +222,22 @@ def test_a_monitor_alarms_after_enough_sessions_also_across_restarts(tmp_path: P
     assert (records[0]["habits"]["asking"], records[1]["habits"]["asking"]) == (1.0, 0.0)
     assert (records[0]["habits"]["edit_rate"], records[1]["habits"]["edit_rate"]) == (0.0, 1.0)
     alarms = []
-    for step in (1, 2, 3):
+    for step in (1, 2, 3, 4):
         queue = RolloutQueue(path, settings)
         queue.add([(f"t{step}", 0)])
-        fill(queue, *(records[:1] * 4 + records[1:] * 6))
+        asking = 0 if step < 3 else 8
+        fill(queue, *(records[:1] * asking + records[1:] * (10 - asking)))
         groups = queue.take(0) or []
         queue.mark_trained(groups, step)
         record = metrics.step_metrics(groups, step, STEP_FACTS, {}, queue)
-        assert record["habit/asking"] == pytest.approx(0.4)
         alarms.append(record["alarms"])
         queue.close()
-    assert alarms[0] == []  # ten sessions are too few
-    assert alarms[2] == ["asks instead of editing: 40% of 30 sessions"]
+    assert record["habit/asking"] == pytest.approx(0.4)
+    assert alarms[:3] == [[], [], []]  # too few sessions to compare
+    assert alarms[3] == [
+        "edits files less often: 20% of the last 20 sessions, 100% before",
+        "asks instead of editing: 80% of the last 20 sessions, 0% before",
+    ]
     assert "ALARM asks instead of editing" in metrics.progress_line(record)
 
 
@@ -240,11 +245,12 @@ def test_a_monitor_alarms_after_enough_sessions_also_across_restarts(tmp_path: P
 
 
 def test_the_progress_line() -> None:
-    facts = {"reward": 0.4312, "solved": 0.38, "solved_best": 0.71, "staleness_max": 2, "mismatch_p99": 0.0312}
+    facts = {"reward": 0.4312, "solved": 0.38, "solved_best": 0.71, "staleness_max": 2}
+    facts |= {"mismatch_numerics_p99": 0.0312, "mismatch_staleness_p99": 0.4}
     facts |= {"infrastructure/failed": 1, "infrastructure/lost": 2, "waited_share": 0.25}
     assert (
         metrics.progress_line(facts)
-        == "reward 0.431  solved 38%  best 71%  stale 2  mismatch 0.031  waits 25%  3 retried"
+        == "reward 0.431  solved 38%  best 71%  stale 2  mismatch 0.031 numerics  0.4 staleness  waits 25%  3 retried"
     )
     assert metrics.progress_line({}) == ""
 
@@ -257,8 +263,9 @@ def test_the_health_table_shows_services_what_they_wait_for_and_silent_ones(
     write_status(layout, "trainer", state="waiting", waiting_for="groups: 1 [queued], 1 starting", step=3)
     write_status(layout, "sampler-0", state="ready", version=4, running=2, tokens_s=31.5)
     write_status(layout, "worker-0", state="working", held=[{"slot": 1}])
-    write_status(layout, "gone", state="working", time=time.time() - 100)
-    text = shown(health_table(layout.run))
+    now = time.time()
+    write_status(layout, "gone", state="working", time=now - 100)
+    text = shown(health_table(layout.run, now))
     assert "groups: 1 [queued], 1 starting" in text
     assert "version 4, running 2, tokens/s 31.5" in text
     assert "1 rollouts" in text
@@ -299,7 +306,7 @@ def test_the_summary_of_a_finished_stage(queue: RolloutQueue) -> None:
             "best/16": 0.5,
         },
         {"step": 1, "reward": 0.1, "wall_s": 4.0, "waited_s": 1.0, "samplers_idle_s": 1.0, "samplers_seen_s": 4.0},
-        {"step": 2, "reward": 0.6, "wall_s": 6.0, "waited_s": 4.0, "staleness_max": 2, "mismatch_p99": 0.1},
+        {"step": 2, "reward": 0.6, "wall_s": 6.0, "waited_s": 4.0, "staleness_max": 2, "mismatch_numerics_p99": 0.1},
         {"step": 2, "evaluation": True, "solved": 0.4, "solved_low": 0.3, "solved_high": None, "best/16": 0.7},
     ]
     facts = metrics.stage_facts(lines, queue, ["sampler-0 ended with signal 9"])
@@ -365,9 +372,7 @@ def test_every_rollout_is_listed_with_its_reward(layout: RunLayout, queue: Rollo
     assert "org/c" in text.splitlines()[-1]
 
 
-def test_the_atif_export_has_the_exact_trace_and_the_reward(
-    layout: RunLayout, queue: RolloutQueue, tmp_path: Path
-) -> None:
+def test_the_atif_export_has_the_trace_and_the_reward(layout: RunLayout, queue: RolloutQueue, tmp_path: Path) -> None:
     queue.add([("a", 0)])
     fill(queue, reward(1.0), reward(0.0))
     keep(layout, "traces/000001/00-1")
@@ -377,7 +382,8 @@ def test_the_atif_export_has_the_exact_trace_and_the_reward(
     document = json.loads((out / "traces-000001-00-1.json").read_text(encoding="utf-8"))
     assert document["schema_version"] == "ATIF-v1.8"
     assert document["extra"]["rollout"]["reward"]["total"] == 1.0
-    assert equal(from_atif(document), replace(example(), id="traces/000001/00-1"))
+    assert document["session_id"] == "traces/000001/00-1"
+    assert document["steps"] == to_atif(example())["steps"]
 
 
 def test_a_damaged_rollout_is_reported_and_the_others_are_exported(

@@ -27,16 +27,20 @@ def rollouts(rows: int = 4, length: int = 9, seed: int = 0) -> tuple[torch.Tenso
 
 
 def batch_of(
-    tokens: torch.Tensor, sampled: torch.Tensor, advantages: torch.Tensor, sampler: torch.Tensor
+    tokens: torch.Tensor,
+    sampled: torch.Tensor,
+    advantages: torch.Tensor,
+    sampler: torch.Tensor,
+    versions: torch.Tensor | None = None,
 ) -> RolloutBatch:
     """Build a batch; advantages and sampler log-probabilities are given by token, and shifted to their prediction."""
     targets = torch.full_like(tokens, IGNORE)
     targets[:, :-1] = torch.where(sampled[:, 1:], tokens[:, 1:], IGNORE)
     shifted = [torch.nn.functional.pad(part[:, 1:] * sampled[:, 1:], (0, 1)) for part in (advantages, sampler)]
     lengths = tuple((tokens.shape[1],) for _ in tokens)
-    return RolloutBatch(
-        tokens, targets, lengths, (), int(sampled.sum()), token_advantages=shifted[0], sampler_logprobs=shifted[1]
-    )
+    given = torch.zeros_like(tokens) if versions is None else torch.nn.functional.pad(versions[:, 1:], (0, 1))
+    parts = {"token_advantages": shifted[0], "sampler_logprobs": shifted[1], "sampler_versions": given}
+    return RolloutBatch(tokens, targets, lengths, (), int(sampled.sum()), **parts)
 
 
 def logprobs_of(model: Transformer, tokens: torch.Tensor) -> torch.Tensor:
@@ -91,15 +95,23 @@ def test_rows_in_one_batch_or_several_have_the_same_gradient() -> None:
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in pairs)
 
 
-def test_the_mismatch_is_over_sampled_tokens_only() -> None:
+def test_the_mismatch_is_over_sampled_tokens_and_apart_for_the_same_and_for_older_weights() -> None:
     model, (tokens, sampled) = model_of(), rollouts()
-    sampler = logprobs_of(model, tokens).detach() + 0.25
+    versions = torch.tensor([7, 7, 6, 5])[:, None].expand(tokens.shape)
+    off = torch.where(versions == 7, 0.25, 2.0)
     objective = PolicyGradient()
-    objective(model, batch_of(tokens, sampled, torch.zeros(tokens.shape), sampler))
-    mean, tail = objective.mismatch()
-    assert mean == pytest.approx(0.25, abs=1e-4)
-    assert tail == pytest.approx(0.25, abs=1e-4)
-    assert objective.mismatch() == (0.0, 0.0)
+    batch = batch_of(tokens, sampled, torch.zeros(tokens.shape), logprobs_of(model, tokens).detach() + off, versions)
+    objective(model, batch)
+    expected = {"numerics": 0.25, "staleness": 2.0}
+    found = objective.mismatch(7)
+    assert found == {
+        f"mismatch_{name}_{form}": pytest.approx(value, abs=1e-4)
+        for name, value in expected.items()
+        for form in ("mean", "p99")
+    }
+    assert objective.mismatch(7) == {}
+    objective(model, batch)
+    assert objective.mismatch(8).keys() == {"mismatch_staleness_mean", "mismatch_staleness_p99"}
 
 
 def test_the_policy_gradient_increases_the_reward() -> None:

@@ -4,12 +4,13 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import sqlite3
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,8 @@ def check_finished(layout: RunLayout, facts: dict[str, Any], steps: int, groups:
     assert len(traces) == steps * groups * 2
     for name, oldest, step in traces:
         assert load_trace(layout.root / name).segments
-        assert step - 1 - oldest <= 2, "staler than allowed"
+        # About 2 is usual (prefetch_steps); a killed worker or trainer delays groups up to max_staleness.
+        assert step - 1 - oldest <= 4, "staler than allowed"
 
 
 def test_a_run_trains_evaluates_and_saves_its_checkpoint(recipe: Path, tmp_path: Path) -> None:
@@ -113,7 +115,7 @@ def test_a_run_trains_evaluates_and_saves_its_checkpoint(recipe: Path, tmp_path:
     check_finished(layout, facts, steps=3, groups=2)
     assert {status["state"] for status in read_statuses(layout).values()} == {"ended"}
     records = [record for record in Run.read(layout.run).metrics("rl") if not record.get("evaluation")]
-    for name in ("reward", "mismatch_mean", "mismatch_p99", "entropy", "gradient_norm", "waited_s"):
+    for name in ("reward", "entropy", "gradient_norm", "waited_s"):
         assert any(name in record for record in records), name
     (made,) = Run.read(layout.run).artefacts("checkpoint")
     assert [file.name for file in made.path.glob("*.safetensors")] == ["model.safetensors"]
@@ -123,7 +125,7 @@ def test_a_run_trains_evaluates_and_saves_its_checkpoint(recipe: Path, tmp_path:
     origin = recipe.parent / "model"
     assert made.parents == (Parent(str(origin), content_digest(origin)),)
     assert records[0]["staleness_max"] == 0
-    assert records[0].get("mismatch_p99", 0.0) < 1e-4  # on the same weights trainer and sampler agree
+    assert records[0].get("mismatch_numerics_p99", 0.0) < 1e-4  # on the same weights trainer and sampler agree
     again = subprocess.run(
         command(recipe, tmp_path / "run", "--resume"), capture_output=True, text=True, timeout=60, check=False
     )
@@ -176,3 +178,38 @@ def test_every_process_may_be_killed_at_any_time(recipe: Path, tmp_path: Path) -
     assert services_of(layout) == [], "a process outlived its orchestrator"
     assert len(set(killed)) == 4, "the run finished before every process had been killed"
     check_finished(layout, json.loads((tmp_path / "out").read_text())["stages"]["rl"], steps=12, groups=2)
+
+
+@pytest.mark.slow
+def test_a_copied_run_whose_newest_checkpoint_is_damaged_goes_on_to_its_end(recipe: Path, tmp_path: Path) -> None:
+    """Kill the run in the middle, copy it, delete the original, damage the newest checkpoint, resume the copy."""
+    old = RunLayout(tmp_path / "here" / "run")
+    overrides = ["--set", "rl.steps=6", "--set", "rl.checkpoint_rollouts_s=0.01", "--set", "rl.budget.turns=4"]
+    process = subprocess.Popen(command(recipe, old.run, *overrides), stdout=subprocess.DEVNULL, start_new_session=True)
+    deadline = time.monotonic() + LIMIT_S
+    while not (old.trainer / "000003").exists():
+        assert process.poll() is None, "the run ended"
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    while services_of(old):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    with closing(sqlite3.connect(old.slots)) as db:
+        (started,) = db.execute("SELECT COUNT(*) FROM slots WHERE resume != ''").fetchone()
+    print("rollouts with a checkpoint", started)
+    new = RunLayout(tmp_path / "there" / "copy")
+    new.run.parent.mkdir()
+    subprocess.run(["cp", "-a", old.run, new.run], check=True)  # with sockets of pods and the like
+    shutil.rmtree(tmp_path / "here")
+    newest = max(path for path in new.trainer.glob("[0-9]*"))
+    (newest / "model.safetensors").write_bytes((newest / "model.safetensors").read_bytes()[:-1])
+    done = subprocess.run(
+        command(recipe, new.run, "--resume", *overrides), capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"{newest}: the checkpoint is damaged" in done.stderr
+    assert f"goes back to {int(newest.name) - 1:06d}" in done.stderr
+    check_finished(new, json.loads(done.stdout)["stages"]["rl"], steps=6, groups=2)
+    assert not (tmp_path / "here").exists(), "the copy wrote to the place of the original"

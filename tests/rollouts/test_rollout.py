@@ -189,6 +189,18 @@ def test_infrastructure_failures_have_no_reward(state: Path, tmp_path: Path, tas
     inside(state, check)
 
 
+def test_a_submission_that_stops_its_verifier_is_a_rollout_with_reward_0(state: Path, tmp_path: Path) -> None:
+    test = "#!/bin/sh\n[ -s log.txt ] && kill -9 $$\necho 0 > /logs/verifier/reward.txt\n"
+    task = write_task(tmp_path / "stopped", {**TASK, "tests/test.sh": test})
+
+    async def check(fleet: Fleet) -> None:
+        rollout = await run_rollout(fleet, task, bind(LinesPolicy()), OPTIONS)
+        assert rollout.reward.total == 0.0
+        assert rollout.verifier_result.facts["verifier_failed"] == "no-reward"
+
+    inside(state, check)
+
+
 def test_a_prompt_that_does_not_fit_is_an_input_error_and_not_retried(state: Path, task: Task) -> None:
     async def check(fleet: Fleet) -> None:
         small = replace(bind(LinesPolicy()), window=100)

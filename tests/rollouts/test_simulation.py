@@ -2,8 +2,8 @@
 
 Workers claim slots, sample over several weight versions and report; the trainer takes groups and steps; all of them
 die, stall, report twice and restart from checkpoints. In every run: no slot is lost, no prompt is trained twice in the
-surviving weights, no group exceeds max_staleness, in_flight is respected, and the run reaches its step count. Without
-faults, nothing is resampled.
+surviving weights, no group exceeds max_staleness, counted in updates over all lineages of weights, in_flight is
+respected, and the run reaches its step count. Without faults, nothing is resampled.
 """
 
 import heapq
@@ -46,6 +46,10 @@ class World:
         self.now = 0.0
         self.step = 0  # of the trainer's weights
         self.saved = 0  # step of its checkpoint
+        self.updates: list[int] = []  # that made the trainer's weights
+        self.published: list[tuple[int, ...]] = []  # the updates of each weight version
+        self.next_update = 0
+        self.publish()
         self.next_task = 0
         self.events: list[Event] = []
         self.order = 0
@@ -59,6 +63,20 @@ class World:
     def fault(self) -> bool:
         return self.rng.random() < self.fault_rate
 
+    # -- weights
+
+    @property
+    def version(self) -> int:
+        return len(self.published) - 1
+
+    def publish(self) -> None:
+        self.published.append(tuple(self.updates))
+        self.queue.record_version(self.version, self.step)
+
+    def updates_between(self, version: int) -> int:
+        """Return the number of updates between a version and the trainer's weights: undone ones and new ones."""
+        return len(set(self.published[version]) ^ set(self.updates))
+
     # -- processes
 
     def orchestrate(self) -> None:
@@ -67,7 +85,7 @@ class World:
         self.next_task += found
         self.queue.reconcile(self.now, self.step)
         if not self.fault():
-            self.queue.set_served_step(self.step)
+            self.queue.set_served_step(self.queue.step_of(self.version))
         self.later(1.0, self.orchestrate)
 
     def work(self, name: str) -> None:
@@ -77,7 +95,7 @@ class World:
             return
         counts = self.queue.counts()
         assert sum(counts.get(state, 0) for state in IN_FLIGHT) <= self.settings.in_flight
-        self.roll(name, slot, self.step, self.rng.randint(1, 6))
+        self.roll(name, slot, self.version, self.rng.randint(1, 6))
 
     def roll(self, name: str, slot: Slot, oldest: int, turns: int) -> None:
         """Sample a turn; each may be the last."""
@@ -98,9 +116,9 @@ class World:
             else:
                 self.queue.heartbeat(slot, self.now + self.skew, "grading")
                 reward = {"total": self.rng.random()}
-                self.queue.finish(slot, reward, f"{slot.id}/{slot.attempt}", (oldest, self.step))
+                self.queue.finish(slot, reward, f"{slot.id}/{slot.attempt}", (oldest, self.version))
                 if self.fault():  # a duplicate report
-                    self.queue.finish(slot, {"total": -1.0}, "twice", (oldest, self.step))
+                    self.queue.finish(slot, {"total": -1.0}, "twice", (oldest, self.version))
         except StaleClaim:
             self.lost_reports[name] += 1
         self.later(0.1, lambda: self.work(name))
@@ -111,6 +129,9 @@ class World:
             self.later(0.5, self.train)
             return
         for group in groups:
+            ranges = [slot.record["versions"] for slot in group.slots]
+            used = {version for first, last in ranges for version in range(first, last + 1)}
+            assert self.step - group.oldest_step == max(map(self.updates_between, used))
             assert self.step - group.oldest_step <= self.settings.max_staleness
             assert len(group.slots) == self.settings.group_size
             assert all(slot.reward is not None and slot.reward["total"] >= 0 for slot in group.slots)
@@ -121,6 +142,9 @@ class World:
         self.queue.mark_trained(groups, step)
         self.trained[step] = groups
         self.step = step
+        self.next_update += 1
+        self.updates.append(self.next_update)
+        self.publish()
         if self.fault():  # killed before the checkpoint
             self.later(5.0, self.restart)
             return
@@ -129,11 +153,15 @@ class World:
         self.later(1.0, self.train)
 
     def restart(self) -> None:
-        """Restart the trainer from its checkpoint."""
+        """Restart the trainer from its checkpoint, or, if that is damaged, from an earlier one."""
+        if self.fault():
+            self.saved = self.rng.randint(0, self.saved)
         back = self.queue.rewind(self.saved)
         assert back == sum(len(groups) for step, groups in self.trained.items() if step > self.saved)
         self.trained = {step: groups for step, groups in self.trained.items() if step <= self.saved}
         self.step = self.saved
+        self.updates = self.updates[: self.saved]
+        self.publish()
         self.train()
 
     def run(self) -> None:

@@ -98,13 +98,13 @@ def test_a_resumed_rollout_keeps_its_staleness() -> None:
     assert (restarted.id, restarted.oldest_step) == (late.id, 2)
 
 
-def test_after_a_rewind_no_rollout_is_newer_than_the_trainer() -> None:
+def test_after_a_rewind_a_lost_update_counts_as_staleness() -> None:
     queue = queue_of([(3, True), (5, False)], QueueSettings(groups_per_step=1, max_staleness=1))
-    queue.rewind(4)
-    assert [slot.oldest_step for slot in queue.group(2).slots] == [4, 4]
+    queue.rewind(4)  # sampled after step 5: one update away from the trainer, which is back at step 4
+    assert [slot.oldest_step for slot in queue.group(2).slots] == [3, 3]
     queue.add([("new", 0.0)])
     new = next(slot for _ in range(2) if (slot := queue.claim("w", 0.0)) is not None)
-    assert new.oldest_step == 4
+    assert new.oldest_step == 3
 
 
 def test_a_group_that_kills_its_workers_is_not_waited_for() -> None:
