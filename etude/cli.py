@@ -14,7 +14,6 @@ from typing import Annotated, Any
 
 import typer
 import typer.core
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -22,6 +21,7 @@ from etude import __version__
 from etude.agent.cli import agent
 from etude.errors import EtudeError, InputError
 from etude.inference.cli import serve
+from etude.system.terminal import Console, say
 from etude.viewer.cli import report, view
 
 EXIT_CODES = "Exit codes: 0 ok, 1 failed, 2 bad input or usage, 3 busy (another process holds it), 130 interrupted."
@@ -194,7 +194,7 @@ def status(
     if as_json:
         print(json.dumps({"run": lines, "rl": asdict(rl_health(run)) if has_rl else None}))
         return
-    print("\n".join(lines))
+    say("\n".join(lines))
     if has_rl:
         Console().print(health_table(run))
 
@@ -306,7 +306,7 @@ def _show(stages: dict[str, dict[str, Any]], out: Path, as_json: bool) -> None:
         print(json.dumps({"run": str(out), "stages": stages}))
         return
     for stage, facts in stages.items():
-        print(summarize_stage(stage, facts))
+        say(summarize_stage(stage, facts))
     print(f"run: {out}")
 
 
@@ -323,7 +323,7 @@ def main() -> None:
             print("etude: interrupted", file=sys.stderr)
             sys.exit(130)
         for line in str(error).splitlines():
-            print(line if line.startswith(" ") else f"etude: {line}", file=sys.stderr)
+            say(line if line.startswith(" ") else f"etude: {line}", file=sys.stderr)
         sys.exit(error.exit_code if isinstance(error, EtudeError) else 1)
 
 

@@ -16,13 +16,20 @@ def view(
     ],
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any free one.")] = 8321,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    allow_host: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="A further name of this server; repeatable.")
+    ] = None,
 ) -> None:
     """Serve the pages of a run: charts, rollouts turn by turn, tasks. Updates while the run goes on; only reads."""
     from etude.viewer.serve import serve
 
     if host not in ("127.0.0.1", "::1", "localhost"):
         print("etude: warning: the run can be read from every machine that reaches this address", file=sys.stderr)
-    asyncio.run(serve(run, host, port, lambda url: print(f"{url}  (Ctrl-C stops the server)", flush=True)))
+
+    def ready(url: str) -> None:
+        print(f"{url}  (Ctrl-C stops the server)", flush=True)
+
+    asyncio.run(serve(run, host, port, ready, allow_host or ()))
 
 
 def report(

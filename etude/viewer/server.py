@@ -2,11 +2,11 @@
 
 Read only. The contents of a run were written by models and programs in pods, so none of it may execute: every response
 is JSON, pages may load only our own files and may not turn text into markup (Trusted Types), and requests with a
-foreign host name are refused.
+foreign host name or origin are refused.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
@@ -17,12 +17,12 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 from etude.errors import EtudeError
+from etude.system.http import RequestGuard
 from etude.viewer.api import NotFound, RunApi, list_runs
 from etude.viewer.run_reader import find_runs
 
@@ -78,8 +78,8 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def make_app(path: Path, hosts: list[str] | None = None) -> Starlette:
-    """Return the application for a run, or every run in a directory; requests must name one of `hosts`."""
+def make_app(path: Path, hosts: Sequence[str] = ()) -> Starlette:
+    """Return the application for a run, or every run in a directory; `hosts` are further names of this server."""
     runs = find_runs(path)
     single = list(runs) == [""]
     apis = {name: RunApi(run) for name, run in runs.items()}
@@ -130,7 +130,7 @@ def make_app(path: Path, hosts: list[str] | None = None) -> Starlette:
     pages = Starlette(
         routes=routes,
         middleware=[
-            Middleware(TrustedHostMiddleware, allowed_hosts=hosts or ["localhost", "127.0.0.1", "[::1]"]),
+            Middleware(RequestGuard, refuse=_error, hosts=hosts),
             Middleware(GZipMiddleware, minimum_size=4096, compresslevel=3),
         ],
     )

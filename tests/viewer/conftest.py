@@ -27,6 +27,7 @@ from etude.evaluation import held_out, statistics
 from etude.harness.tools.tool import ToolOutcome
 from etude.harness.trace import NO_VERSION, Segment, Step, Trace
 from etude.harness.trace_store import SUFFIX, save_trace
+from etude.rewards.monitors import HISTORY
 from etude.rl import metrics
 from etude.rollouts.queue import RolloutQueue, Slot
 from etude.rollouts.settings import QueueSettings, evaluation_queue
@@ -191,8 +192,10 @@ class _RunMaker:
         slots.record_version(step, step)
         waited = self.random.uniform(1, 5)
         values = {
-            "mismatch_mean": 2e-4 * self.random.uniform(0.7, 1.5) * step**0.3,
-            "mismatch_p99": 4e-3 * self.random.uniform(0.7, 1.5) * step**0.3,
+            "mismatch_numerics_mean": 2e-6,
+            "mismatch_numerics_p99": 4e-5,
+            "mismatch_staleness_mean": 2e-4 * self.random.uniform(0.7, 1.5) * step**0.3,
+            "mismatch_staleness_p99": 4e-3 * self.random.uniform(0.7, 1.5) * step**0.3,
             "version": step,
             "values": {"loss": -0.01, "entropy_seen": 1.1 - 0.5 * step / self.shape.steps, "ratio": 1.0},
             "gradient_norm": self.random.uniform(0.2, 0.9),
@@ -212,7 +215,7 @@ class _RunMaker:
             ],
         }
         line = metrics.rollout_facts(groups) | metrics.staleness_facts(groups, step - 1) | metrics.trainer_facts(values)
-        line |= metrics.incident_facts(slots, step) | metrics.monitor_facts(slots.trained_rewards(step, 200))
+        line |= metrics.incident_facts(slots, step) | metrics.monitor_facts(slots.trained_rewards(step, HISTORY))
         self.log("rl", step, **line, samplers_idle_s=self.random.uniform(0.2, 1), samplers_seen_s=6.0)
 
     def measure(self, evaluations: RolloutQueue, step: int) -> None:

