@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from etude.errors import EtudeError
 from etude.system.progress import progress_line
+from etude.system.terminal import Console
 from studies.study import Study, StudyResult, find_study, known_studies, run_study
 
 EXIT_CODES = "Exit codes: 0 ok, 1 failed, 2 bad input or usage, 130 interrupted."

@@ -93,36 +93,6 @@ class Fig2Settings:
     at_once: int = 3  # budgets
 
 
-# The smallest settings that run every stage: minutes on two cores, with meaningless numbers.
-TINY = Fig2Settings(
-    budgets=(4_096, 8_192, 16_384),
-    foundation=4_096,
-    exercises=40,
-    demonstrations=8,
-    drills=40,
-    code=1.0,
-    hidden=64,
-    layers=2,
-    rows=1,
-    precision="float32",
-    compile=False,
-    sft_demonstrations=8,
-    sft_tokens=8_192,
-    steps=1,
-    groups=1,
-    group_size=2,
-    turns=1,
-    max_turn_tokens=8,
-    in_flight=4,
-    workers=1,
-    evaluation_tasks=2,
-    evaluation_samples=1,
-    loss_sessions=4,
-    loss_files=2,
-    at_once=1,
-)
-
-
 @study("fig2")
 def fig2(
     seed: int, progress: ProgressCallback, settings: Fig2Settings | None = None, directory: Path | None = None

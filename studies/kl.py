@@ -1,4 +1,4 @@
-"""Compare k1 and k3 as estimators of the KL divergence from a reference policy, and the gradient of each as a loss.
+"""Compare k1 and k3 as estimators of the KL divergence from a reference policy: variances and gradients.
 
 With r = reference / policy, k1 = -log r and k3 = r - 1 - log r. The mean of both is the divergence. On Gaussians of
 equal width the variances are known: 2 KL and e^(2 KL) - 1 - 2 KL, which cross at 0.628 nats. The policy here is a
@@ -7,7 +7,7 @@ exact value to compare the samples with.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from etude.evaluation.plot import Axis, Line, Mark, Panel
 from etude.harness.trace import Segment
 from etude.model.transformer import Transformer, initialize
-from etude.rl.advantages import k1, k3, token_advantages
+from etude.rl.advantages import k1, k3, kl_penalties, token_advantages
 from etude.rl.objective import PolicyGradient
 from etude.rl.packing import TrainingSequence
 from etude.rollouts.group_advantages import group_advantages
@@ -39,6 +39,8 @@ from studies.toy_policy import (
 VOCABULARY, LENGTH = 8, 3  # token ids, and tokens of an answer: 512 answers
 PROMPT, REWARDED = 0, 1  # the prompt token, and the token that is rewarded
 CROSSING = 0.628
+FloatArray = npt.NDArray[np.floating]
+KlForm = Callable[[FloatArray, FloatArray], FloatArray]
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class KlSettings:
 
 @study("kl")
 def kl(seed: int, progress: ProgressCallback, settings: KlSettings | None = None) -> StudyResult:
-    """k1 or k3: which estimate of the divergence has the lower variance, and what is the gradient of each as a loss?"""
+    """k1 or k3: which has the lower variance, and what is the gradient of each, as a loss and in the reward?"""
     s = settings or KlSettings()
     gaussians = [gaussian(float(kl), s.draws, seed) for kl in np.geomspace(0.01, 2.0, 16)]
     progress(1, 4, "training")
@@ -75,7 +77,11 @@ def kl(seed: int, progress: ProgressCallback, settings: KlSettings | None = None
             f"{last['k3_variance']:.0f}; k1 as a loss has a mean gradient of norm "
             f"{gradients['k1 as a loss']['norm']:.0e} where the true one has {gradients['truth']['norm']:.1f}, and k1 "
             f"in the reward has {gradients['k1 in the reward']['norm']:.1f}, at a cosine of "
-            f"{gradients['k1 in the reward']['cosine']:.3f} with the true one."
+            f"{gradients['k1 in the reward']['cosine']:.3f} with the true one; k3 has "
+            f"{gradients['k3 for later tokens in the reward']['norm']:.1f} and "
+            f"{gradients['k3 for later tokens in the reward']['cosine']:.3f} where only later tokens are estimated "
+            f"with it, and {gradients['k3 for the token too in the reward']['norm']:.1f} and "
+            f"{gradients['k3 for the token too in the reward']['cosine']:.3f} where the token itself is too."
         ),
         columns=(
             "gradient by enumeration",
@@ -200,12 +206,16 @@ def exact_gradients(model: Transformer, reference: Transformer) -> dict[str, dic
     ref_logp = token_logprobs(reference, rows).detach()
     probabilities = logp.sum(1).exp()
     fixed, log_ratio = probabilities.detach(), (logp - ref_logp)
-    advantages = torch.from_numpy(np.stack([kl_token_advantages(row) for row in log_ratio.detach().numpy()]))
+    one, three = (in_reward(form, logp.detach().numpy(), ref_logp.numpy()) for form in (k1, k3))
+    naive = -k3(logp.detach().numpy(), ref_logp.numpy())[:, ::-1].cumsum(1)[:, ::-1]  # a token's own estimate too
+    rewarded = {"k1": one, "k3 for the token too": naive.copy(), "k3 for later tokens": three}
     losses = {
         "truth": (probabilities * log_ratio.sum(1)).sum(),
         "k1 as a loss": (fixed * log_ratio.sum(1)).sum(),
-        "k1 in the reward": -(fixed[:, None] * advantages * logp).sum(),
         "k3 as a loss": (fixed * ((-log_ratio).exp() - 1 + log_ratio).sum(1)).sum(),
+    } | {
+        f"{name} in the reward": -(fixed[:, None] * torch.from_numpy(advantages) * logp).sum()
+        for name, advantages in rewarded.items()
     }
     reverse = flat_gradient(model, (ref_logp.sum(1).exp() * (ref_logp - logp).sum(1)).sum())
     found = {name: flat_gradient(model, loss) for name, loss in losses.items()}
@@ -219,10 +229,10 @@ def exact_gradients(model: Transformer, reference: Transformer) -> dict[str, dic
     }
 
 
-def kl_token_advantages(divergences: npt.NDArray[np.floating]) -> npt.NDArray[np.float32]:
-    """Return the token advantages that training derives from k1: each token is charged for those after it."""
-    (advantages,) = token_advantages(0.0, [len(divergences)], kl=[divergences], kl_weight=1.0)
-    return advantages
+def in_reward(form: KlForm, logp: FloatArray, ref_logp: FloatArray) -> npt.NDArray[np.float32]:
+    """Return the token advantages of a KL penalty in the reward, [answers, LENGTH], as training computes them."""
+    pairs = zip(logp, ref_logp, strict=True)
+    return np.stack([token_advantages(0.0, [LENGTH], penalties=kl_penalties(form, *pair))[0] for pair in pairs])
 
 
 def flat_gradient(model: Transformer, loss: Tensor) -> Tensor:
@@ -241,16 +251,16 @@ def sampled_gradients(model: Transformer, reference: Transformer, s: KlSettings,
     rows = torch.from_numpy(np.stack([segment.tokens for segment in segments]).astype(np.int64))
     with torch.inference_mode():
         logp, ref_logp = (token_logprobs(each, rows).numpy() for each in (model, reference))
-    in_reward = [kl_token_advantages(row) for row in k1(logp, ref_logp)]
-    as_loss = [np.full(LENGTH, -1.0, np.float32)] * len(segments)  # the gradient of log p - log r is that of log p
+    as_loss = np.full(logp.shape, -1.0, np.float32)  # the gradient of log p - log r is that of log p
+    rewarded = in_reward(k1, logp, ref_logp)
     return {
         "samples": list(map(float, s.gradient_samples)),
         "k1 as a loss": [mean_norm(model, segments[:n], as_loss[:n]) for n in s.gradient_samples],
-        "k1 in the reward": [mean_norm(model, segments[:n], in_reward[:n]) for n in s.gradient_samples],
+        "k1 in the reward": [mean_norm(model, segments[:n], rewarded[:n]) for n in s.gradient_samples],
     }
 
 
-def mean_norm(model: Transformer, segments: Sequence[Segment], advantages: Sequence[npt.NDArray[np.float32]]) -> float:
+def mean_norm(model: Transformer, segments: Sequence[Segment], advantages: npt.NDArray[np.float32]) -> float:
     """Return the norm of the mean policy gradient with these token advantages."""
     sequences = [TrainingSequence(segment, own) for segment, own in zip(segments, advantages, strict=True)]
     (batch,) = one_sequence_per_row(sequences, model.config)

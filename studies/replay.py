@@ -1,9 +1,9 @@
 """Router replay and its plausibility filter on a small mixture of experts: how far the trainer is from the sampler.
 
 Trainer and sampler differ in three situations: the sampler rounds to bfloat16; new weights reach it in the middle of a
-sequence and it keeps the KV cache of the old ones; or it recomputes the cache, so that the recorded experts of earlier
-tokens are no longer those that computed the later ones. Replay forces the recorded experts on the trainer. The filter
-drops those whose gate score in the trainer is below a fraction of the trainer's own weakest choice.
+sequence and it keeps the KV cache of the old ones; or it recomputes the cache, and records the experts of earlier
+tokens anew. Replay forces the recorded experts on the trainer. The filter drops those whose gate score in the trainer
+is below a fraction of the trainer's own weakest choice.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -171,8 +171,7 @@ def build_result(mismatches: Mapping[str, Mapping[str, Any]], s: ReplaySettings)
         conclusion=(
             f"p99 of |log p of trainer - log p of sampler| without replay, with it, and filtered at "
             f"{s.plausibility:g}: {p99(ROUNDING)} for bfloat16 rounding alone; {p99(CACHE_KEPT)} where weights change "
-            f"in mid-sequence and the KV cache is kept; {p99(CACHE_RECOMPUTED)} where it is recomputed, so that the "
-            f"recorded experts are out of date."
+            f"in mid-sequence and the KV cache is kept; {p99(CACHE_RECOMPUTED)} where it is recomputed."
         ),
         columns=("trainer and sampler differ by", "mode", "mean", "p99", "largest", "experts that differ"),
         rows=[

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
@@ -34,6 +33,34 @@ from studies.study import find_study, run_study, settings_with_overrides, write_
 from studies.subprocess_runs import Command, last_metrics, recipe_file, run_commands
 
 SVG = "{http://www.w3.org/2000/svg}"
+# The smallest settings that run every stage: minutes on two cores, with meaningless numbers.
+TINY = fig2.Fig2Settings(
+    budgets=(4_096, 8_192, 16_384),
+    foundation=4_096,
+    exercises=40,
+    demonstrations=8,
+    drills=40,
+    code=1.0,
+    hidden=64,
+    layers=2,
+    rows=1,
+    precision="float32",
+    compile=False,
+    sft_demonstrations=8,
+    sft_tokens=8_192,
+    steps=1,
+    groups=1,
+    group_size=2,
+    turns=1,
+    max_turn_tokens=8,
+    in_flight=4,
+    workers=1,
+    evaluation_tasks=2,
+    evaluation_samples=1,
+    loss_sessions=4,
+    loss_files=2,
+    at_once=1,
+)
 
 
 def quietly(done: int, total: int, note: str = "") -> None:
@@ -273,7 +300,7 @@ def resolved(table: Mapping[str, Any], path: Path) -> dict[str, Any]:
     return settings_data(load_recipe(path))
 
 
-@pytest.mark.parametrize("s", [fig2.Fig2Settings(), fig2.TINY], ids=["default", "tiny"])
+@pytest.mark.parametrize("s", [fig2.Fig2Settings(), TINY], ids=["default", "tiny"])
 def test_budgets_are_recipes_that_differ_in_nothing_else(s: fig2.Fig2Settings, tmp_path: Path) -> None:
     foundation = resolved(fig2.foundation_recipe(s, 3, tmp_path), tmp_path / "foundation.toml")
     assert foundation["pretrain"]["tokens"] == s.foundation
@@ -329,7 +356,7 @@ def test_rewards_are_means_of_groups(tmp_path: Path) -> None:
 
 def test_budgets_must_grow_and_the_default_needs_a_gpu(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="each larger than the one before"):
-        fig2.fig2(0, quietly, replace(fig2.TINY, budgets=(8, 8)), tmp_path)
+        fig2.fig2(0, quietly, replace(TINY, budgets=(8, 8)), tmp_path)
     assert "budgets of 10M, 50M, 250M tokens" in fig2.estimate_time(fig2.Fig2Settings())
     assert fig2.budget_name(512_000) == "512k"
     if not torch.cuda.is_available():
@@ -342,26 +369,24 @@ def test_data_of_other_amounts_is_refused(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "made.json").write_text("{}")
     with pytest.raises(InputError, match="was made from"):
-        fig2.make_data(fig2.TINY, 0, tmp_path / "data", lambda done, note: None)
+        fig2.make_data(TINY, 0, tmp_path / "data", lambda done, note: None)
 
 
 @pytest.mark.slow
 def test_three_budgets_run_every_stage_and_are_not_made_twice(tmp_path: Path) -> None:
-    result = fig2.fig2(0, quietly, fig2.TINY, tmp_path / "runs")
+    result = fig2.fig2(0, quietly, TINY, tmp_path / "runs")
     record = written_record("fig2", result, tmp_path)
-    assert [budget["tokens"] for budget in record["data"]["budgets"]] == list(fig2.TINY.budgets)
+    assert [budget["tokens"] for budget in record["data"]["budgets"]] == list(TINY.budgets)
     for budget in record["data"]["budgets"]:
         assert 0 < budget["sessions_loss"] < 20
         assert 0 < budget["code_loss"] < 20
         assert budget["seconds"]["rl"] >= 0
     assert len(record["data"]["seconds"]) == 5
-    started = time.monotonic()
-    again = fig2.fig2(0, quietly, fig2.TINY, tmp_path / "runs")
+    again = fig2.fig2(0, quietly, TINY, tmp_path / "runs")
     assert again.data["budgets"] == result.data["budgets"]
     assert again.data["seconds"] == {}
-    assert time.monotonic() - started < 60
     with pytest.raises(EtudeError, match="started with another recipe"):
-        fig2.fig2(0, quietly, replace(fig2.TINY, foundation=8_192), tmp_path / "runs")
+        fig2.fig2(0, quietly, replace(TINY, foundation=8_192), tmp_path / "runs")
 
 
 # ------------------------------------------------------------------------------------------------- commands
