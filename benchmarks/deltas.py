@@ -100,9 +100,9 @@ def rollouts() -> RolloutBatch:
     )
     sampled = int((targets != IGNORE).sum())
     lengths = ((TOKENS,),) * GROUP
-    return RolloutBatch(
-        tokens, targets, lengths, (), sampled, token_advantages=advantages, sampler_logprobs=torch.zeros(GROUP, TOKENS)
-    )
+    zeros = torch.zeros(GROUP, TOKENS)
+    given = {"token_advantages": advantages, "sampler_logprobs": zeros, "sampler_versions": zeros.int()}
+    return RolloutBatch(tokens, targets, lengths, (), sampled, **given)
 
 
 def published_weights(model: torch.nn.Module) -> dict[str, Tensor]:
@@ -153,7 +153,7 @@ def table_of(rows: Mapping[str, list[Measured]]) -> Table:
             continue
 
         def mean(key: str, found: list[Measured] = found) -> float:
-            return sum(getattr(each, key) for each in found) / len(found)
+            return float(sum(getattr(each, key) for each in found) / len(found))
 
         whole = mean("whole")
         table.add_row(

@@ -151,7 +151,7 @@ class EtudeStep:
         segments = self.sample(prompts, seed)
         sampled = TimeUsed.so_far()
         self.update(training_sequences(segments, self.shape.group_size))
-        self.objective.mismatch()
+        self.objective.mismatch(self.engine.version)
         return StepCost(sampled.since(start), TimeUsed.so_far().since(sampled))
 
     def sample(self, prompts: Sequence[Sequence[int]], seed: int) -> list[Segment]:

@@ -11,7 +11,6 @@ sequence's keys and values once at the copy rate measured here.
 import argparse
 import random
 import time
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -203,7 +202,7 @@ def on_cpu(arguments: argparse.Namespace, table: Table) -> None:
             ours = max(ours, run(Engine(model, options), prompts, 64)[0])
             if not arguments.skip_peers:
                 peer = max(peer, transformers_generate(model, prompts, 64))
-        fixed = run(Engine(model, replace(options, invariant=True)), prompts, 64)[0]
+        fixed = run(Engine(model, options.model_copy(update={"invariant": True})), prompts, 64)[0]
         table.add_row(f"nano, batch {batch}, invariant", f"{fixed:,.0f}", f"free {ours:,.0f}", f"{fixed / ours:.2f}x")
         if arguments.skip_peers:
             continue
@@ -220,7 +219,8 @@ def transformers_model(model: Transformer) -> Any:
     source = dict(model.config.source)
     config = transformers.LlamaConfig(**{k: v for k, v in source.items() if k not in ("model_type", "architectures")})
     weight = model.head_weight
-    return transformers.LlamaForCausalLM(config).to(dtype=weight.dtype, device=weight.device).eval()
+    peer: Any = transformers.LlamaForCausalLM(config)
+    return peer.to(dtype=weight.dtype, device=weight.device).eval()
 
 
 def transformers_generate(model: Transformer, prompts: list[list[int]], new_tokens: int) -> float:

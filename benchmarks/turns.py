@@ -13,25 +13,31 @@ import argparse
 import asyncio
 import multiprocessing
 import random
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from sampler import NANO, SMOLLM2
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.sampler import NANO, SMOLLM2
 from etude.inference import graphs, server
 from etude.inference.clients.http import HttpPolicy
 from etude.inference.engine import Engine
 from etude.inference.request import Completion
 from etude.inference.sampling import Sampling
+from etude.inference.server import ServedModel
 from etude.inference.service import EngineService
 from etude.inference.settings import EngineOptions
 from etude.model.config import ModelConfig
 from etude.model.transformer import Transformer, initialize
+from etude.system.http import bind
 
 TURNS, OPENING, ADDED, PROCESSES = 8, 400, (40, 100), 4
 LIMIT_S = 300.0  # of a round
@@ -123,8 +129,8 @@ async def in_process(service: EngineService, count: int) -> AsyncIterator[None]:
 
 async def over_http(service: EngineService, count: int) -> AsyncIterator[None]:
     ready = asyncio.Event()
-    with server.bind("127.0.0.1", 0) as listener:
-        serving = asyncio.create_task(server.run(service, listener, name="x", token="", grace=0.0, ready=ready.set))
+    with bind("127.0.0.1", 0) as listener:
+        serving = asyncio.create_task(server.run(service, listener, ServedModel("x"), grace=0.0, ready=ready.set))
         await ready.wait()
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         context = multiprocessing.get_context("spawn")
@@ -140,8 +146,10 @@ async def over_http(service: EngineService, count: int) -> AsyncIterator[None]:
             for _ in range(ROUNDS):
                 await asyncio.to_thread(barrier.wait, LIMIT_S)
                 yield
-        finally:
+        except BaseException:
             barrier.abort()
+            raise
+        finally:
             serving.cancel()
             await asyncio.gather(serving, return_exceptions=True)
 

@@ -5,6 +5,7 @@ import importlib
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -83,12 +84,23 @@ def test_every_package_is_in_the_order_and_in_dir() -> None:
 
 
 @pytest.mark.parametrize("package", list(etude.__all__))
-def test_a_package_says_what_it_is_and_exports_its_names(package: str) -> None:
+def test_a_package_says_what_it_is_and_exports_only_names_in_use(package: str) -> None:
     module = importlib.import_module(f"etude.{package}")
     assert module.__doc__
-    assert module.__all__
-    for name in module.__all__:
+    imported = re.findall(rf"from etude\.{package} import (\([^)]*\)|[^\n#;]*)", texts())
+    used = {word for names in imported for word in re.findall(r"\w+", names)}
+    used |= set(re.findall(rf"\betude\.{package}\.(\w+)", texts()))
+    for name in getattr(module, "__all__", ()):
         assert getattr(module, name) is not None
+        assert name in used, f"etude.{package} exports {name}, which nothing imports from there"
+
+
+@cache
+def texts() -> str:
+    """Return all code and documentation in one text."""
+    files = [path for root in (*PRODUCTS, "tests", "benchmarks") for path in sorted((ROOT / root).rglob("*.py"))]
+    files += [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return "\n".join(path.read_text(encoding="utf-8") for path in files)
 
 
 def test_a_class_name_is_defined_once() -> None:
@@ -123,4 +135,21 @@ def test_programs_are_not_spoken_of_as_persons() -> None:
             name = str(path.relative_to(ROOT))
             if pattern.search(line) and ALLOWED.get(name, line + ".") not in line:
                 found.append(f"{name}:{number}: {line.strip()}")
+    assert not found, "\n".join(found)
+
+
+def test_no_test_asserts_on_a_clock() -> None:
+    """A busy machine makes any time long. Rates and times belong in benchmarks/, limits of waiting in deadlines."""
+    clock = re.compile(r"\btime\.(monotonic|perf_counter|process_time|time)\(\) - ")
+    found = []
+    for path, tree in sources("tests"):
+        times: set[str] = set()  # names that hold a measured time
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign) and clock.search(ast.unparse(node.value)):
+                times |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assert):
+                names = {each.id for each in ast.walk(node.test) if isinstance(each, ast.Name)}
+                if clock.search(ast.unparse(node.test)) or names & times:
+                    found.append(f"{path}:{node.lineno}: {ast.unparse(node)}")
     assert not found, "\n".join(found)

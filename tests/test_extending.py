@@ -120,7 +120,7 @@ def test_the_reward_and_the_tool_are_registered(directory: Path) -> None:
     from cases import case
 
     from etude.harness import ToolSet
-    from etude.harness.tools import exposed_tools
+    from etude.harness.tools.executor import exposed_tools
     from etude.rewards import grade, score
 
     weights = {"correctness": 1.0, "short_final": 0.1, "small_change": 0.2}

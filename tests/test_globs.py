@@ -1,9 +1,9 @@
 """Globs: what the patterns of a task select, for the verifier and the gates alike, and their time limits."""
 
-import time
-
 import pytest
+from work import ends
 
+from etude.errors import InputError
 from etude.globs import GitignorePattern, Globs, expand_braces
 from etude.pods.images.context import DockerIgnore
 
@@ -37,14 +37,19 @@ def test_the_last_glob_decides_but_not_below_a_selected_directory() -> None:
     assert [globs.matches(path) for path in ("a.log", "a/keep.log", "out/keep.txt")] == [True, False, True]
 
 
-def test_a_pattern_of_many_stars_is_matched_quickly() -> None:
-    started = time.monotonic()
-    pattern = GitignorePattern("*a" * 100 + "*b")
-    assert not pattern.match("a" * 255, False)
-    assert not DockerIgnore.parse("a*" * 30 + "b\n**/" + "*a" * 30 + "b").ignores("a" * 255)
-    deep = GitignorePattern("/".join(["**", "a"] * 50) + "/b")
-    assert not deep.match("/".join(["a"] * 500), False)
-    assert time.monotonic() - started < 1
+def test_a_pattern_of_many_stars_does_not_backtrack() -> None:
+    with ends():
+        pattern = GitignorePattern("*a" * 100 + "*b")
+        assert not pattern.match("a" * 255, False)
+        assert not DockerIgnore.parse("a*" * 30 + "b\n**/" + "*a" * 30 + "b").ignores("a" * 255)
+        deep = GitignorePattern("/".join(["**", "a"] * 50) + "/b")
+        assert not deep.match("/".join(["a"] * 500), False)
+
+
+def test_a_dockerignore_has_a_limited_number_of_rules() -> None:
+    assert len(DockerIgnore.parse("a\n" * 1000).rules) == 1000
+    with pytest.raises(InputError, match="1,001 rules"):
+        DockerIgnore.parse("a\n" * 1001)
 
 
 def test_braces_stand_for_their_choices_and_cannot_explode() -> None:
