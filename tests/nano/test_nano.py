@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from etude.errors import InputError
 from etude.tasks.checks.inside import judges
+from etude.tasks.checks.inside.guard import VerifierBroken, check_readable
 from etude.tasks.harbor import read_task
 from etude_nano import word_lists
 from etude_nano.demonstrator import edits_between, workspace_files
@@ -37,6 +38,15 @@ def below(files: Mapping[str, str], place: str) -> dict[str, str]:
 def line_of(files: Mapping[str, str], key: str) -> str:
     """Return a value as it is written: parsing ten thousand TOML files would take longer than making them."""
     return next(line for line in files["task.toml"].splitlines() if line.startswith(f"{key} = ")).partition(" = ")[2]
+
+
+def python_for_all_users() -> str:
+    """Return an interpreter that the user of submitted code can read; that of the tests may be in a closed home."""
+    try:
+        check_readable(os.__file__)
+    except VerifierBroken:
+        return "/usr/bin/python3"
+    return sys.executable
 
 
 class LocalTask:
@@ -67,7 +77,7 @@ class LocalTask:
         final = self.logs / "agent/final.txt"
         files = {**judges.read_workspace(str(self.work)), judges.FINAL: final.read_bytes() if final.exists() else b""}
         executed, secrets = judges.prepare(checks, expected, lambda path: None)
-        command = [sys.executable, "-s", "-S", "-B", self.tests / "verifier", "observe"]
+        command = [python_for_all_users(), "-s", "-S", "-B", self.tests / "verifier", "observe"]
         given = json.dumps({"workspace": str(self.work), "checks": executed}).encode()
         done = subprocess.run(command, input=given, capture_output=True, timeout=30)
         assert done.returncode == 0, done.stderr
