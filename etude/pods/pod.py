@@ -168,6 +168,7 @@ class Capabilities:
 
     isolation: Isolation
     limits: frozenset[str] = frozenset()  # names of Limits that are enforced
+    disk_limits: Literal["hard", "soft"] = "soft"  # of files on disk; soft: a pod that is over a limit is ended
     egress: frozenset[str] = frozenset()  # subset of "proxy", "transparent"
     images: bool = True  # False: only "host", the machine's own root
     snapshots: frozenset[str] = frozenset()  # subset of SnapshotKind

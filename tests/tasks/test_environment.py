@@ -14,7 +14,7 @@ import pytest
 
 from etude.errors import InputError
 from etude.pods import Fleet, open_fleet
-from etude.pods.pod import Egress, Pod, PodFileError, Unsupported
+from etude.pods.pod import Egress, Pod, PodFileError, PodGone, Unsupported
 from etude.pods.remote.client import RemoteHostClient
 from etude.pods.workspace import FileChange, FileState, apply_to_pod
 from etude.tasks.base_images import HostSettings, mapped_image, short_image_name
@@ -26,8 +26,8 @@ from etude.tasks.environment import (
     open_environment,
 )
 from etude.tasks.harbor import write_task
-from etude.tasks.image import BuildFailed
-from etude.tasks.task import Task
+from etude.tasks.image import BuildFailed, pod_limits
+from etude.tasks.task import MachineSpec, Task
 from tests.pods.serving import TOKEN, server
 
 CONFIG = 'schema_version = "1.4"\n[environment]\nnetwork_mode = "no-network"\n'
@@ -50,6 +50,34 @@ def in_environment(task: Task, act: Callable[[TaskEnvironment], Coroutine[Any, A
             await act(environment)
 
     asyncio.run(go())
+
+
+def test_storage_above_the_memory_of_a_task_is_limited(tmp_path: Path) -> None:
+    config = CONFIG + "memory_mb = 64\nstorage_mb = 96\n"
+    task = make_task(tmp_path, "FROM host\nWORKDIR /work\nCOPY a a\n", config, a="x")
+
+    async def act(environment: TaskEnvironment) -> None:
+        assert environment.pod.limits.disk == 96 << 20
+        fill = "dd if=/dev/zero of=big bs=1M count=288; stat -c %s big; rm big; sleep 1"
+        assert environment.fleet.local is not None
+        if environment.fleet.local.backend.capabilities.disk_limits == "soft":
+            with pytest.raises(PodGone, match="its limits are"):
+                await environment.pod.exec(fill, cwd="/work", timeout=60)
+            return
+        result = await environment.pod.exec(fill, cwd="/work", timeout=60)
+        assert "No space left" in result.stderr
+        assert 80 << 20 < int(result.stdout) <= 96 << 20
+        await environment.pod.write("/work/a", "y")
+        assert [change.path for change in await environment.changes()] == ["a"]
+
+    in_environment(task, act)
+
+
+def test_storage_that_fits_into_memory_is_in_memory(tmp_path: Path) -> None:
+    sizes = [(None, None), (None, 512), (None, 4096), (64, 64), (64, 65)]
+    found = [pod_limits(MachineSpec(memory_mb=memory, storage_mb=storage)) for memory, storage in sizes]
+    assert [storage for _, storage in found] == ["memory", "memory", "disk", "memory", "disk"]
+    assert [limits.disk for limits, _ in found] == [None, 512 << 20, 4096 << 20, 64 << 20, 65 << 20]
 
 
 PLAIN = """

@@ -145,8 +145,10 @@ def capability_lines(capabilities: dict[str, Any] | None) -> list[str]:
         return []
     limits, egress, snapshots = (", ".join(capabilities[key]) or "none" for key in ("limits", "egress", "snapshots"))
     others = [name for name in ("images", "users") if capabilities[name]]
+    on_disk = {"hard": "hard (a disk image for each pod)", "soft": "soft (a pod over its limit is ended)"}
     return [
         f"isolation {capabilities['isolation']}; limits: {limits}",
+        f"limits of files on disk: {on_disk[capabilities['disk_limits']]}",
         f"egress: {egress}; snapshots: {snapshots}; also: {', '.join(others) or 'nothing'}",
         *(f"note: {note}" for note in capabilities["notes"]),
     ]
