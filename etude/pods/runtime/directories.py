@@ -23,7 +23,7 @@ from pathlib import Path
 
 from etude.pods.guest import protocol
 from etude.pods.images import layers, trees
-from etude.pods.images.host_image import certificate_variables
+from etude.pods.images.certificates import certificate_variables
 from etude.pods.images.layers import LayerDir
 from etude.pods.images.records import SYSTEM_BINDS, Image, Layer
 from etude.pods.images.store import Store

@@ -17,12 +17,19 @@ from pathlib import Path
 from typing import Literal
 
 from etude.pods.guest import protocol
-from etude.pods.images.host_image import certificate_variables
+from etude.pods.images.certificates import (
+    IMAGE_BUNDLES,
+    MAX_BUNDLE,
+    POD_BUNDLE,
+    certificate_variables,
+    host_bundle,
+    merge_bundles,
+)
 from etude.pods.images.layers import LayerDir
 from etude.pods.images.records import Layer
 from etude.pods.images.store import Store
 from etude.pods.network.policy import EgressPolicy
-from etude.pods.pod import Capabilities, FileInfo, SnapshotKind
+from etude.pods.pod import Capabilities, FileInfo, PodFileError, SnapshotKind
 from etude.pods.runtime import capabilities, disk_images, seccomp, zygote_protocol
 from etude.pods.runtime.backend import SOFT_DISK_LIMITS, Backend, LocalPod, PodSpec
 from etude.pods.runtime.diff import diff_layers
@@ -187,6 +194,17 @@ class NamespacePod(LocalPod):
                 image = await asyncio.to_thread(disk_images.open_image, templates, *size)
                 descriptors.append(opened.enter_context(owned_descriptor(image)))
             await self.create_process(self._create_fields(), descriptors)
+        if self.policy.rules and not self.spec.image.binds and (bundle := host_bundle()):
+            await self._write_certificates(bundle)
+
+    async def _write_certificates(self, bundle: str) -> None:
+        """Write the certificates of this machine and of the image to the pod's /dev, which is in no layer."""
+        of_image = b""
+        for path in IMAGE_BUNDLES:
+            with contextlib.suppress(PodFileError):
+                of_image = await self.read(path, length=MAX_BUNDLE)
+                break
+        await self.write(POD_BUNDLE, merge_bundles(of_image, Path(bundle).read_bytes()), mode=0o644)
 
     def _create_fields(self) -> list[tuple[int, protocol.Value]]:
         backend, limits = self.backend, self.limits
