@@ -1,8 +1,8 @@
 """The certificate bundle that programs in a pod with egress trust: that of this machine, and the image's own.
 
-A pod of this machine's programs has the machine's bundle in its image. Any other pod gets a file with the certificates of
-both in its /dev, which is in no layer, so that images, snapshots and diffs do not contain it. Environment variables name
-the bundle; variables of the image win.
+A pod of this machine's programs has the machine's bundle in its image. Any other pod gets a file with the certificates
+of both in its /dev, which is in no layer, so that images, snapshots and diffs do not contain it. Environment variables
+name the bundle; variables of the image win.
 """
 
 import os
