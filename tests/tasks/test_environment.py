@@ -80,6 +80,63 @@ def test_storage_that_fits_into_memory_is_in_memory(tmp_path: Path) -> None:
     assert [limits.disk for limits, _ in found] == [None, 512 << 20, 4096 << 20, 64 << 20, 65 << 20]
 
 
+DELETIONS = {
+    "contents": "rm -rf /srv/a/w/* /srv/a/w/.hidden",
+    "workspace": "rm -rf /srv/a/w",
+    "made again": "rm -rf /srv/a/w && mkdir /srv/a/w",
+    "parent": "cd / && rm -rf /srv/a",
+    "parent made again": "cd / && rm -rf /srv/a && mkdir -p /srv/a/w",
+    "a file instead": "rm -rf /srv/a/w && echo x > /srv/a/w",
+    "a link to nothing": "rm -rf /srv/a/w && mkdir /empty && ln -s /empty /srv/a/w",
+    "parent is a link": "cd / && rm -rf /srv/a && mkdir -p /empty/w && ln -s /empty /srv/a",
+}
+
+
+@pytest.mark.parametrize("way", DELETIONS)
+@pytest.mark.parametrize("prepared", [False, True])
+def test_a_deleted_workspace_is_a_change_that_the_verifier_sees(tmp_path: Path, way: str, prepared: bool) -> None:
+    dockerfile = "FROM host\nWORKDIR /srv/a/w\nRUN echo x > built\nCOPY repo/ ./\n"
+    files = {"repo/a": "x", "repo/sub/b": "y", "repo/.hidden": "z"}
+    task = make_task(tmp_path / "task", dockerfile, **files)
+
+    async def go() -> None:
+        async with AsyncExitStack() as stack:
+            fleet = await stack.enter_async_context(open_fleet())
+            options: dict[str, Any] = {}
+            if prepared:
+                options["prepared"] = await stack.enter_async_context(PreparedEnvironments(fleet))
+            environment = await stack.enter_async_context(open_environment(fleet, task, **options))
+            done = await environment.pod.exec(DELETIONS[way], cwd="/")
+            assert done.ok, done
+            changes = await environment.changes()
+            assert {change.path: change.after for change in changes} == dict.fromkeys(
+                [".hidden", "a", "built", "sub/b"]
+            )
+            async with environment.open_clean() as clean:
+                await apply_to_pod(clean.pod, clean.workspace, changes)
+                assert (await clean.pod.exec("find . -type f", cwd=clean.workspace)).stdout == ""
+
+    asyncio.run(go())
+
+
+def test_files_deleted_before_a_checkpoint_stay_deleted_when_their_directory_is_made_again(tmp_path: Path) -> None:
+    files = {"repo/sub/a": "x", "repo/sub/b": "y"}
+    task = make_task(tmp_path / "task", "FROM host\nWORKDIR /srv/w\nRUN true\nCOPY repo/ ./\n", **files)
+
+    async def go() -> None:
+        async with open_fleet() as fleet, PreparedEnvironments(fleet) as prepared:
+            for removed in ("/srv/w", "/srv/w/sub"):
+                async with open_environment(fleet, task, prepared=prepared) as environment:
+                    await environment.pod.exec(["rm", "-rf", removed], cwd="/")
+                    checkpoint = await environment.checkpoint()
+                async with open_environment(fleet, task, checkpoint=checkpoint) as environment:
+                    await environment.pod.exec("mkdir -p /srv/w/sub; echo -n x > /srv/w/sub/a", cwd="/")
+                    assert {change.path: change.after for change in await environment.changes()} == {"sub/b": None}
+                await fleet.remove_snapshot(checkpoint.snapshot.id)
+
+    asyncio.run(go())
+
+
 PLAIN = """
 ARG WHERE=/work
 FROM host
