@@ -216,8 +216,8 @@ def git_history(directory: Path) -> tuple[list[tuple[str, Path]], str]:
 def git_directories(directory: Path) -> tuple[Path, Path]:
     """Return the git directory of a work tree and the one that it shares; refuse those of another work tree.
 
-    A `.git` that is a file or a link, and a `commondir` file, can name any repository of the user. Git's own linked work
-    trees and submodules are named by that repository in turn, which a foreign tree cannot achieve.
+    A `.git` that is a file or a link, and a `commondir` file, can name any repository of the user. Git's own linked
+    work trees and submodules are named by that repository in turn, which a foreign tree cannot achieve.
     """
     own, common = (
         Path(os.fsdecode(run_git(directory, "rev-parse", "--path-format=absolute", which).rstrip(b"\n"))).resolve()

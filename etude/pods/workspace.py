@@ -88,8 +88,8 @@ def parents(path: str) -> Iterator[str]:
 async def touched_paths(pod: Pod, root: str, others: Sequence[str] = ()) -> dict[str, FileInfo | None]:
     """Return what changed at and below `root` and other paths since the pod was created (see `Pod.diff`).
 
-    Paths below `root` are relative to it, others absolute. "" is `root` itself: None if that or a directory above it was
-    removed, or replaced by a file or a link, so that only the paths listed are there.
+    Paths below `root` are relative to it, others absolute. "" is `root` itself: None if that or a directory above it
+    was removed, or replaced by a file or a link, so that only the paths listed are there.
     """
     tops = {top: await _real_path(pod, top) for top in (root, *others)}
     found: dict[str, FileInfo | None] = {}
