@@ -12,7 +12,7 @@ import secrets
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Protocol
@@ -237,10 +237,10 @@ class Backend(ABC):
         self.zygote = ZygoteClient(state, helper, socket_name, self.mode)
         self.background: set[asyncio.Task[None]] = set()
 
-    def layout_notes(self) -> list[str]:
-        """Return what the control groups of this machine do not allow."""
+    def layout_notes(self, other_limits: Collection[str] = ()) -> list[str]:
+        """Return what the control groups of this machine do not allow; `other_limits` need none."""
         notes = []
-        if missing := [name for name in CONTROLLERS if name not in self.layout.controllers]:
+        if missing := [name for name in CONTROLLERS if name not in {*self.layout.controllers, *other_limits}]:
             notes.append(f"no limit on {', '.join(missing)}: {self.layout.reason or 'no such controller'}")
         if self.layout.unified is None:
             notes.append(f"no live snapshot: no cgroup v2 group ({self.layout.reason})")

@@ -170,7 +170,8 @@ class LandlockBackend(DirectoryBackend):
         if not self.user_ids:
             why = "the service is not root" if os.geteuid() else "this root may not become other users"
             notes.append(
-                f"pods have our own user ({why}): they can change modes and times of its files, though not read them"
+                f"pods have our own user ({why}): they can change modes, times and extended attributes of its "
+                "files, though not read them"
             )
             notes.append("a command can have a terminal, but programs cannot open more (tmux, script)")
         if not self.allows_unix_sockets:
@@ -181,6 +182,7 @@ class LandlockBackend(DirectoryBackend):
             egress=frozenset({"proxy"}) if self.abi >= 4 else frozenset(),
             images=False,
             snapshots=self.snapshots,
+            own_users=self.user_ids is not None,
             notes=tuple(notes),
         )
 

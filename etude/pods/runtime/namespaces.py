@@ -56,7 +56,8 @@ class NamespaceBackend(Backend):
         self.own_ids = self.root and kernel_version() >= TMPFS_MAPPED_SINCE
         self.shift = SHARED_FIRST_ID if self.root and not self.own_ids else 0  # of what pods write
         self.filter = seccomp.build_filter("own")
-        notes = self.layout_notes()
+        other_limits = {"disk", "inodes", *(() if self.root else ("pids",))}  # pids as RLIMIT_NPROC
+        notes = self.layout_notes(other_limits)
         if not self.root:
             notes.append("one user in a pod (its root), because only one id is mapped without root")
         if not self.own_ids:
@@ -69,7 +70,7 @@ class NamespaceBackend(Backend):
         no_images = disk_images.why_not()
         if no_images:
             notes.append(f"with storage=disk, {SOFT_DISK_LIMITS} ({no_images})")
-        limits = {*self.layout.controllers, "disk", "inodes", *(() if self.root else ("pids",))}  # as RLIMIT_NPROC
+        limits = {*self.layout.controllers, *other_limits}
         self.capabilities = Capabilities(
             isolation="namespace",
             limits=frozenset(limits),
@@ -77,6 +78,7 @@ class NamespaceBackend(Backend):
             egress=frozenset({"proxy", "transparent"}),
             snapshots=self.snapshots,
             users=self.root,
+            own_users=self.own_ids,
             notes=tuple(notes),
         )
 
