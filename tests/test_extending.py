@@ -26,8 +26,7 @@ def examples() -> dict[str, str]:
 
 
 @pytest.fixture
-def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(sys, "path", list(sys.path))
+def directory(tmp_path: Path, isolated_plugins: None) -> Path:
     for name, text in examples().items():
         (tmp_path / name).write_text(text, encoding="utf-8")
     return tmp_path

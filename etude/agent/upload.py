@@ -197,10 +197,7 @@ def git_files(directory: Path, prefix: str = "") -> list[str]:
 
 def git_history(directory: Path) -> tuple[list[tuple[str, Path]], str]:
     """Return the files of the git directory with their paths in the pod, or none and the reason."""
-    own, common = (
-        Path(os.fsdecode(run_git(directory, "rev-parse", "--path-format=absolute", which).rstrip(b"\n")))
-        for which in ("--git-dir", "--git-common-dir")
-    )
+    own, common = git_directories(directory)
     if (common / "objects" / "info" / "alternates").exists():
         return [], "the history is left out: the repository uses objects of another one (alternates)"
     found: dict[str, Path] = {}
@@ -214,6 +211,43 @@ def git_history(directory: Path) -> tuple[list[tuple[str, Path]], str]:
                 if not name.endswith(".lock") and path.is_file() and not path.is_symlink():
                     found[f".git/{path.relative_to(top)}"] = path
     return sorted(found.items()), ""
+
+
+def git_directories(directory: Path) -> tuple[Path, Path]:
+    """Return the git directory of a work tree and the one that it shares; refuse those of another work tree.
+
+    A `.git` that is a file or a link, and a `commondir` file, can name any repository of the user. Git's own linked
+    work trees and submodules are named by that repository in turn, which a foreign tree cannot achieve.
+    """
+    own, common = (
+        Path(os.fsdecode(run_git(directory, "rev-parse", "--path-format=absolute", which).rstrip(b"\n"))).resolve()
+        for which in ("--git-dir", "--git-common-dir")
+    )
+    entry = directory.resolve() / ".git"
+    if entry.is_dir() and not entry.is_symlink():
+        known = own == common == entry
+    elif own != common:
+        known = own.parent == common / "worktrees" and _named_path(own, own / "gitdir") == entry
+    else:
+        known = False
+        with contextlib.suppress(InputError):  # it has no such setting
+            named = run_git(own, "config", "--file", str(own / "config"), "core.worktree").rstrip(b"\n")
+            known = (own / os.fsdecode(named)).resolve() == entry.parent
+    if not known:
+        raise InputError(
+            f"{entry} leads to the repository {common}, which does not name {directory} as a work tree of its own: "
+            "its history is not uploaded.\n  Upload the files alone with --no-history"
+        )
+    return own, common
+
+
+def _named_path(base: Path, file: Path) -> Path | None:
+    """Return the path in the first line of a file, relative to `base`; None if there is none."""
+    try:
+        path = base / os.fsdecode(file.read_bytes().split(b"\n")[0])
+        return path.parent.resolve() / path.name
+    except (OSError, ValueError):
+        return None
 
 
 def filtered_git_config(directory: Path) -> bytes:

@@ -21,12 +21,13 @@ from etude.pods.host import Host, PodOptions, all_or_none
 from etude.pods.host_client import HostClient, HostGone, LocalHostClient
 from etude.pods.images.records import Image
 from etude.pods.images.store import Store
-from etude.pods.pod import Limits, Pod, PodError, Snapshot, SnapshotKind
+from etude.pods.pod import Capabilities, Limits, Pod, PodError, Snapshot, SnapshotKind, Unsupported
 from etude.pods.runtime.probe import choose_backend, make_backend
 from etude.pods.scheduling.admission import NeverFits, Thresholds, WaitedTooLong
 from etude.pods.scheduling.pools import Prepare
 from etude.pods.scheduling.router import NoHost, PlacementRequest, PodRouter
 
+ISOLATION_OPTION = "ETUDE_POD_ISOLATION"  # "strong": no pods where they are isolated less than as root
 REPORT_INTERVAL_S = 1.0
 REPORT_TIMEOUT_S = 5.0
 HOST_WAIT_S = 3.0  # for admission on one host, before others are tried
@@ -233,6 +234,18 @@ def default_state() -> Path:
     return Path(base).expanduser().absolute() / "etude" / "pods"
 
 
+def check_isolation(backend: str, capabilities: Capabilities) -> None:
+    """Raise Unsupported if the option of this environment refuses what a backend isolates less than the strongest."""
+    wanted = os.environ.get(ISOLATION_OPTION, "any")
+    if wanted not in ("any", "strong"):
+        raise InputError(f"{ISOLATION_OPTION}={wanted}: expected any or strong")
+    if wanted == "strong" and (weak := capabilities.weaknesses()):
+        raise Unsupported(
+            f"{ISOLATION_OPTION}=strong refuses the {backend} backend here: {'; '.join(weak)}. `etude pods doctor` "
+            "says why; run the service as root, or unset the option"
+        )
+
+
 async def open_host(
     backend: str = "auto", state: Path | str | None = None, thresholds: Thresholds | None = None
 ) -> Host:
@@ -244,7 +257,9 @@ async def open_host(
         raise InputError(f"{state}: cannot be created: {error.strerror}; name another directory with --state") from None
     name = await choose_backend(backend)
     store = Store(state / "store")
-    host = Host(state, store, await asyncio.to_thread(make_backend, name, state, store), thresholds)
+    made = await asyncio.to_thread(make_backend, name, state, store)
+    check_isolation(name, made.capabilities)
+    host = Host(state, store, made, thresholds)
     await host.open()
     return host
 

@@ -33,6 +33,7 @@ from etude.pods.scheduling.router import HostReport, capability_labels
 
 GIB = 1 << 30
 DEFAULT_LIMITS = Limits(memory=2 * GIB, pids=512, disk=GIB, inodes=200_000)
+BYTES_PER_INODE = 16 << 10  # of files on disk, by default
 MAX_TTL_S = 10 * 365 * 86400.0
 FLATTEN_AT = 48  # layers; overlayfs slows down beyond 64
 MEASURE_INTERVAL_S = 2.0  # between memory measurements, from which admission learns what pods of an image use
@@ -154,10 +155,15 @@ class Host:
         if egress.allow:
             mode = "transparent" if egress.transparent else "proxy"
             can.require(f"{mode} egress", mode in can.egress)
-        possible = can.limits - ({"disk", "inodes"} if storage == "disk" else set())
+        on_disk = storage == "disk" or can.isolation != "namespace"
+        if on_disk and requested.inodes and not requested.disk:
+            raise InputError("limits: inodes without disk; with files on disk give both, or only disk")
+        possible = can.limits - ({"disk", "inodes"} if on_disk else set())
         defaults = Limits(**{k: v for k, v in DEFAULT_LIMITS.specified().items() if k in possible})  # type: ignore[arg-type]
         limits = requested.with_defaults(defaults)
-        if storage == "memory" and limits.memory and limits.disk and limits.disk > limits.memory:
+        if on_disk and limits.disk and not limits.inodes:
+            limits = replace(limits, inodes=max(int(DEFAULT_LIMITS.inodes or 0), limits.disk // BYTES_PER_INODE))
+        if not on_disk and limits.memory and limits.disk and limits.disk > limits.memory:
             if requested.disk:
                 raise InputError(
                     f"limits: disk {requested.disk:,} is over memory {limits.memory:,}, and files are in memory; "
@@ -228,7 +234,8 @@ class Host:
             self.layers.ref(pod.spec.image.layers, -1)
             pod.release()
         elif pod.id in self.pods:
-            pod.record("died", {})
+            reason = pod.over_limit()
+            pod.record("died", {"reason": reason} if reason else {})
             await self.close_pod(pod)
 
     # ------------------------------------------------------------------------------------------- warm pools

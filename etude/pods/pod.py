@@ -168,11 +168,24 @@ class Capabilities:
 
     isolation: Isolation
     limits: frozenset[str] = frozenset()  # names of Limits that are enforced
+    disk_limits: Literal["hard", "soft"] = "soft"  # of files on disk; soft: a pod that is over a limit is ended
     egress: frozenset[str] = frozenset()  # subset of "proxy", "transparent"
     images: bool = True  # False: only "host", the machine's own root
     snapshots: frozenset[str] = frozenset()  # subset of SnapshotKind
     users: bool = False  # commands may run as a user other than the pod's
+    own_users: bool = False  # no other pod, and nothing else, has its users: what the kernel counts by user is its own
     notes: tuple[str, ...] = ()  # what is missing and why, as text
+
+    def weaknesses(self) -> list[str]:
+        """Return what this isolates less than the strongest backend that pods can have on a machine, as root."""
+        missing = [name for name in ("memory", "pids", "cpu", "disk", "inodes") if name not in self.limits]
+        soft = [] if self.disk_limits == "hard" else ["limits of files on disk are soft"]
+        return [
+            *([] if self.isolation in ("namespace", "vm") else [f"isolation is {self.isolation}, not by namespaces"]),
+            *([] if self.own_users else ["pods share a user, by which the kernel counts some resources"]),
+            *([f"no limit on {', '.join(missing)}"] if missing else []),
+            *soft,
+        ]
 
     def require(self, feature: str, present: bool, hint: str = "") -> None:
         """Raise Unsupported unless `present`."""

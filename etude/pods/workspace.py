@@ -88,15 +88,21 @@ def parents(path: str) -> Iterator[str]:
 async def touched_paths(pod: Pod, root: str, others: Sequence[str] = ()) -> dict[str, FileInfo | None]:
     """Return what changed at and below `root` and other paths since the pod was created (see `Pod.diff`).
 
-    Paths below `root` are relative to it, others absolute.
+    Paths below `root` are relative to it, others absolute. "" is `root` itself: None if that or a directory above it
+    was removed, or replaced by a file or a link, so that only the paths listed are there.
     """
-    tops = {await _real_path(pod, top): top for top in (root, *others)}
+    tops = {top: await _real_path(pod, top) for top in (root, *others)}
     found: dict[str, FileInfo | None] = {}
-    for path, info in (await pod.diff(tuple(tops))).items():
-        for real, top in tops.items():
-            if path == real or path.startswith(f"{real}/"):
+    for path, info in (await pod.diff(tuple({*tops, *tops.values()}))).items():
+        gone = info is None or info.kind != "directory"
+        if gone and any(each == path or each.startswith(f"{path}/") for each in (root, tops[root])):
+            found[""] = None
+        for top, real in tops.items():
+            if path.startswith(f"{real}/") or (path == real and top != root):
                 found[f"{top}{path.removeprefix(real)}".removeprefix(f"{root}/")] = info
                 break
+            if gone and top != root and real.startswith(f"{path}/"):
+                found.setdefault(top, None)
     return found
 
 
@@ -123,10 +129,15 @@ def changed_files(touched: Mapping[str, FileInfo | None], known: Collection[str]
     """
     files = {path: info for path, info in touched.items() if info is not None and info.kind != "directory"}
     removed = {path for path, info in touched.items() if info is None}
+
+    def is_gone(path: str) -> bool:
+        return "" in removed and not path.startswith("/")
+
     gone = [
         path
         for path in known
-        if path not in files and (path in touched or any(each in files or each in removed for each in parents(path)))
+        if path not in files
+        and (path in touched or any(each in files or each in removed for each in parents(path)) or is_gone(path))
     ]
     return {**files, **dict.fromkeys(gone)}
 

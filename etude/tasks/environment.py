@@ -248,8 +248,10 @@ class TaskEnvironment:
 
     async def checkpoint(self) -> EnvironmentCheckpoint:
         """Take a snapshot of the pod that `open_environment` can restore; the caller removes it."""
-        touched = frozenset(await self._touched())
-        return EnvironmentCheckpoint(await self.pod.snapshot(), self.baseline, touched)
+        touched = await self._touched()
+        removed = changed_files(touched, self.baseline)  # with a directory, which may be there again at the end
+        paths = frozenset(touched) | frozenset(removed)
+        return EnvironmentCheckpoint(await self.pod.snapshot(), self.baseline, paths)
 
     def open_clean(self) -> AbstractAsyncContextManager["TaskEnvironment"]:
         """Open another environment of the same task as it was before the agent's work."""

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from etude.errors import InputError
 from etude.pods.fleet import Fleet
+from etude.pods.host import DEFAULT_LIMITS
 from etude.pods.images.context import FileToCopy
 from etude.pods.images.dockerfile import BuildPlan, plan
 from etude.pods.images.instructions import Instruction
@@ -78,15 +79,14 @@ async def _plan_dockerfile(fleet: Fleet, file: Path, machine: MachineSpec, host_
 def pod_limits(machine: MachineSpec) -> tuple[Limits, Storage]:
     """Return the pod limits for a machine, and whether the pod keeps its files in memory or on disk.
 
-    Files in memory cannot exceed it, so a task that asks for more storage than memory gets them on disk, where pods
-    have no size limit.
+    Files in memory cannot exceed it, so a task that asks for more storage than memory gets them on disk.
     """
     mib = 1 << 20
     memory, storage = machine.memory_mb, machine.storage_mb
-    fits = storage is None or (memory is not None and storage <= memory)
+    fits = storage is None or storage * mib <= (memory * mib if memory else DEFAULT_LIMITS.memory or 0)
     limits = Limits(
         memory=memory * mib if memory else None,
         cpu=machine.cpus,
-        disk=storage * mib if storage and fits else None,
+        disk=storage * mib if storage else None,
     )
     return limits, "memory" if fits else "disk"

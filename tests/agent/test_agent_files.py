@@ -137,6 +137,40 @@ def test_a_linked_work_tree_has_its_own_head_in_the_pod(tmp_path: Path) -> None:
     assert git(there, "status", "--short") == ""
 
 
+@pytest.mark.parametrize("kind", ["file", "link", "commondir", "false worktree", "worktree of another"])
+def test_the_history_of_a_repository_that_does_not_know_the_directory_is_refused(tmp_path: Path, kind: str) -> None:
+    private = repository(tmp_path / "private", {"secret.py": "password"})
+    here = repository(tmp_path / "w", {"a.py": "x"})
+    if kind == "commondir":
+        write(here, {".git/commondir": f"{private}/.git\n"})
+    else:
+        shutil.rmtree(here / ".git")
+    if kind == "file":
+        write(here, {".git": f"gitdir: {private}/.git\n"})
+    elif kind == "link":
+        (here / ".git").symlink_to(private / ".git")
+    elif kind == "false worktree":
+        own = "fake/worktrees/w"
+        files = {"commondir": f"{private}/.git\n", "gitdir": f"{here}/.git\n", "HEAD": "ref: refs/heads/main\n"}
+        write(here, {".git": f"gitdir: {here}/{own}\n", **{f"{own}/{name}": text for name, text in files.items()}})
+    elif kind == "worktree of another":
+        git(private, "worktree", "add", "-q", "-b", "other", str(tmp_path / "theirs"))
+        write(here, {".git": f"gitdir: {private}/.git/worktrees/theirs\n"})
+    with pytest.raises(InputError, match=r"(?s)does not name .* as a work tree.*--no-history"):
+        select_files(here)
+    selection = select_files(here, history=False)
+    assert "a.py" in selection.files
+    assert not selection.history
+
+
+def test_the_history_of_a_submodule_is_uploaded_from_within(tmp_path: Path) -> None:
+    inner = repository(tmp_path / "inner", {"deep.py": "d"})
+    here = repository(tmp_path / "w", {"a.py": "x"})
+    git(here, "submodule", "--quiet", "add", str(inner), "lib")
+    _, there = uploaded(here / "lib")
+    assert git(there, "log", "--format=%s") == "first\n"
+
+
 def test_packed_refs_and_submodules_are_uploaded(tmp_path: Path, pods: Path) -> None:
     inner = repository(tmp_path / "inner", {"deep.py": "d"})
     here = repository(tmp_path / "w", {"a.py": "x"})

@@ -31,10 +31,7 @@ rewards = {{ {name} = 1.0 }}
 """
 
 
-@pytest.fixture(autouse=True)
-def own_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave sys.path as it was: files of several tests have the same names."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
+pytestmark = pytest.mark.usefixtures("isolated_plugins")
 
 
 def with_plugin(directory: Path, name: str) -> Path:

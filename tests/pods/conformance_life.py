@@ -69,9 +69,14 @@ async def a_cpu_limit_is_enforced(context: CheckContext) -> None:
 
 @check
 async def disk_and_inode_limits_are_enforced(context: CheckContext) -> None:
-    if not {"disk", "inodes"} <= context.can.limits:
-        raise Skip(f"no limit on space or files here: {'; '.join(context.can.notes)}")
-    async with context.pod(limits=Limits(disk=16 * MIB, inodes=500)) as pod:
+    if not context.own_root:
+        raise Skip("files are always on disk, with soft limits")
+    for storage in ("memory", "disk") if context.can.disk_limits == "hard" else ("memory",):
+        await fill_the_disk(context, storage)
+
+
+async def fill_the_disk(context: CheckContext, storage: str) -> None:
+    async with context.pod(limits=Limits(disk=16 * MIB, inodes=500), storage=storage) as pod:
         full = await pod.exec("dd if=/dev/zero of=big bs=1M count=64; stat -c %s big; rm big")
         assert "No space left" in full.stderr
         assert int(full.stdout) <= 16 * MIB
@@ -82,6 +87,105 @@ async def disk_and_inode_limits_are_enforced(context: CheckContext) -> None:
             await pod.write("big", bytes(20 * MIB))
         await pod.remove("big")
         await pod.write("small", "x")
+
+
+FILL = """
+import mmap, os, pathlib, sys, time
+MIB, way = 1 << 20, sys.argv[1]
+os.makedirs("closed/below")
+for n in range(48):
+    if way == "closed":
+        os.chmod("closed", 0o700)
+    path = pathlib.Path("closed/below" if way == "closed" else ".", f"big{n}")
+    with open(path, "wb+") as file:
+        if way in ("deleted", "mapped"):
+            path.unlink()
+        if way == "mapped":
+            file.truncate(MIB)
+            globals()[f"map{n}"] = area = mmap.mmap(file.fileno(), MIB)
+            area.write(b"x" * MIB)
+        else:
+            file.write(b"x" * MIB)
+        if way == "deleted":
+            globals()[f"kept{n}"] = os.dup(file.fileno())
+    if way == "closed":
+        os.chmod("closed", 0)
+    time.sleep(0.02)
+print("wrote three times the limit")
+time.sleep(600)
+"""
+
+
+@check
+async def writing_three_times_the_disk_limit_fails_or_ends_the_pod(context: CheckContext) -> None:
+    """However the files are hidden. A hard limit is an error of the program; over a soft one the pod is ended."""
+    for way in ("plain", "deleted", "mapped", "closed"):
+        pod = await context.host.create(storage="disk", limits=Limits(disk=16 * MIB))
+        program = ["python3", "-c", FILL, way]
+        if context.can.disk_limits == "hard":
+            result = await pod.exec(program, timeout=60)
+            assert "wrote" not in result.stdout, (way, result)
+            assert "No space left" in result.stderr or result.exit_code == 128 + 7, (way, result)  # SIGBUS of a map
+            assert (await pod.exec("echo well")).stdout == "well\n", way
+            await pod.close()
+        else:
+            with raises(PodGone) as caught:
+                await pod.exec(program, timeout=60)
+            assert "its limits are 16777216" in str(caught["error"]), (way, caught)
+            await ended(context, pod.id)
+            died = [event for event in pod.events() if event.kind == "died"]
+            assert "its limits are" in died[0].facts["reason"]
+
+
+@check
+async def too_many_files_on_disk_fail_or_end_the_pod(context: CheckContext) -> None:
+    pod = await context.host.create(storage="disk", limits=Limits(disk=64 * MIB, inodes=400))
+    make = "for i in $(seq 1200); do : > $i || exit 3; done; sleep 600"
+    if context.can.disk_limits == "hard":
+        assert (await pod.exec(make, timeout=60)).exit_code in (1, 2, 3)
+        await pod.close()
+        return
+    with raises(PodGone):
+        await pod.exec(make, timeout=60)
+    await ended(context, pod.id)
+
+
+async def ended(context: CheckContext, id: str) -> None:
+    """Wait until the host has removed a pod."""
+
+    async def gone() -> bool:
+        return id not in context.host.pods
+
+    await eventually(gone)
+
+
+@check
+async def links_to_a_file_on_disk_count_once(context: CheckContext) -> None:
+    async with context.pod(storage="disk", limits=Limits(disk=16 * MIB)) as pod:
+        made = await pod.exec("dd if=/dev/zero of=big bs=1M count=6; for i in 1 2 3 4; do ln big $i; done; sleep 0.2")
+        assert made.ok, made
+        assert (await pod.exec("echo well")).stdout == "well\n"
+
+
+@check
+async def a_pod_with_a_disk_limit_is_snapshotted_forked_and_compared(context: CheckContext) -> None:
+    async with context.pod(storage="disk", limits=Limits(disk=16 * MIB)) as pod:
+        await pod.exec("mkdir d; dd if=/dev/zero of=d/big bs=1M count=4; echo of the parent > file")
+        (child,) = await pod.fork()
+        async with child:
+            assert child.limits == pod.limits
+            assert await child.diff() == {}
+            await child.write("file", "of the child")
+            assert set(await child.diff()) == {f"{child.workdir}/file"}
+            snapshot = await child.snapshot()
+        assert await pod.read("file") == b"of the parent\n"
+        assert set(await pod.diff()) == {f"{pod.workdir}/{name}" for name in ("d", "d/big", "file")}
+        kept = await context.host.persist(snapshot.id)
+        assert kept.durable
+        async with context.pod(kept) as later:
+            assert await later.read("file") == b"of the child"
+            assert (await later.stat("d/big")).size == 4 * MIB
+        await context.host.remove_snapshot(kept.id)
 
 
 @check
@@ -233,7 +337,7 @@ async def a_refused_pod_leaves_nothing_behind(context: CheckContext) -> None:
     before = {path.name for path in (context.host.state / "pods").iterdir()}
     if "disk" in context.can.limits:
         with raises(PodError, InputError):
-            await context.host.create(storage="disk", limits=Limits(disk=MIB))
+            await context.host.create(storage="disk", limits=Limits(disk=1 << 60))
     cancelled = [asyncio.create_task(context.host.create()) for _ in range(4)]
     await asyncio.sleep(0.004)
     for task in cancelled:

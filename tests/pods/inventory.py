@@ -21,6 +21,7 @@ class Inventory:
     processes: frozenset[str]  # descendants of the zygote, or in a cgroup of the host
     mounts: int  # visible to this process
     zygote_mounts: int
+    loops: frozenset[str]  # loop devices of the state directory
     groups: frozenset[str]
     files: frozenset[str]  # in the state directory, without the store
     descriptors: int  # of this process
@@ -44,6 +45,7 @@ def take(host: Host) -> Inventory:
         processes=frozenset(f"{pid} {read(f'/proc/{pid}/comm').strip()}" for pid in processes),
         mounts=len(read("/proc/self/mountinfo").splitlines()),
         zygote_mounts=len(read(f"/proc/{zygote}/mountinfo").splitlines()),
+        loops=frozenset(loop_devices(host.state)),
         groups=frozenset(groups),
         files=frozenset(below(host.state)),
         descriptors=len(os.listdir("/proc/self/fd")),
@@ -104,9 +106,16 @@ def directories(base: Path) -> list[Path]:
 def below(state: Path) -> Iterator[str]:
     for directory, names, files in os.walk(state):
         if Path(directory) == state:
-            names[:] = [name for name in names if name not in ("store", "cache")]
+            names[:] = [name for name in names if name not in ("store", "cache", "disk-templates")]
         for name in (*names, *files):
             yield os.path.relpath(os.path.join(directory, name), state)
+
+
+def loop_devices(state: Path) -> Iterator[str]:
+    """Return the loop devices whose file is, or was, in the state directory."""
+    for file in Path("/sys/block").glob("loop*/loop/backing_file"):
+        if read(str(file)).startswith(f"{state}/"):
+            yield file.parts[3]
 
 
 def links(directory: str) -> Iterator[str]:

@@ -10,6 +10,7 @@ import signal
 import struct
 import subprocess
 import sys
+import tempfile
 import termios
 import time
 from collections.abc import Iterator
@@ -21,8 +22,12 @@ import pytest
 from etude.cli import app
 from etude.errors import InputError
 from etude.pods.cli.units import parse_seconds, parse_size, show_seconds, show_size
+from etude.pods.fleet import check_isolation
+from etude.pods.pod import Capabilities, Unsupported
 from etude.pods.runtime.native.build import PREBUILT
+from tests.pods.conftest import namespaces
 from tests.pods.serving import ENVIRONMENT, TOKEN, need_namespaces, server, state_directory
+from tests.pods.test_conformance import OVERFLOW_ID, command_of
 
 
 @pytest.fixture(scope="module")
@@ -240,6 +245,68 @@ def test_doctor_reports_what_works_and_why(state: Path) -> None:
     text = fine(state, "doctor", "--backend", "namespace")
     for word in ("kernel", "namespace   works", "cgroups", "helper", "pressure", "state"):
         assert word in text
+
+
+@pytest.fixture(scope="module")
+def ordinary_home() -> Iterator[Path]:
+    """A home directory of an ordinary user, with the compiled helper after the first command."""
+    with tempfile.TemporaryDirectory(prefix="etude-home-") as home:
+        if os.geteuid() == 0:
+            os.chown(home, OVERFLOW_ID, OVERFLOW_ID)
+        yield Path(home)
+
+
+def as_ordinary_user(home: Path, *arguments: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+    """Run `etude pods` as an ordinary user."""
+    command, environment, reason = command_of("nobody")
+    if reason:
+        pytest.skip(reason)
+    environment = {**environment, "HOME": str(home), "TMPDIR": str(home), **variables}
+    whole = [*command, "-m", "etude.cli", "pods", *arguments]
+    return subprocess.run(whole, cwd="/", env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_doctor_says_what_is_weaker_for_an_ordinary_user(ordinary_home: Path) -> None:
+    done = as_ordinary_user(ordinary_home, "doctor", "--backend", "namespace", "--json")
+    (found,) = json.loads(done.stdout)["backends"]
+    if not found["works"]:
+        pytest.skip(found["reason"])
+    limits, notes = found["capabilities"]["limits"], "\n".join(found["capabilities"]["notes"])
+    missing = re.findall(r"no limit on ([a-z, ]+):", notes)
+    assert not set(limits) & {name for names in missing for name in names.split(", ")}, (limits, notes)
+    assert {"disk", "inodes", "pids"} <= set(limits)
+    assert found["capabilities"]["disk_limits"] == "soft"
+    assert not found["capabilities"]["own_users"]
+    for text in (
+        "with storage=disk, limits on disk and inodes are soft",
+        "pods share a user outside",
+        "one user in a pod",
+    ):
+        assert text in notes
+    weak = "; ".join(found["weaknesses"])
+    assert "share a user" in weak
+    assert "files on disk are soft" in weak
+
+
+def test_weaker_isolation_can_be_refused(state: Path, ordinary_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = as_ordinary_user(
+        ordinary_home, "run", "--backend", "namespace", "--", "true", ETUDE_POD_ISOLATION="strong"
+    )
+    assert refused.returncode != 0
+    assert "ETUDE_POD_ISOLATION=strong refuses the namespace backend here: pods share a user" in refused.stderr
+    assert len(refused.stderr.strip().splitlines()) == 1
+    here = namespaces().capabilities
+    assert here is not None
+    strong = pods(state, "run", "--", "echo", "ran", ETUDE_POD_ISOLATION="strong")
+    assert (strong.stdout == "ran\n") is not bool(here.weaknesses()), (strong, here)
+    monkeypatch.setenv("ETUDE_POD_ISOLATION", "strong")
+    with pytest.raises(Unsupported, match="isolation is lsm, not by namespaces"):
+        check_isolation("landlock", Capabilities("lsm"))
+    monkeypatch.setenv("ETUDE_POD_ISOLATION", "stronger")
+    with pytest.raises(InputError, match="expected any or strong"):
+        check_isolation("namespace", here)
+    monkeypatch.delenv("ETUDE_POD_ISOLATION")
+    check_isolation("subprocess", Capabilities("none"))
 
 
 def test_without_a_compiler_run_and_doctor_say_what_to_install(state: Path, tmp_path: Path) -> None:

@@ -130,7 +130,6 @@ def test_unsupported_operations_are_refused(tmp_path: Path, kind: str) -> None:
         async with opened(tmp_path, kind) as backend:
             other = Image("x", "debian", (Layer("base"),))
             refused = [
-                {"limits": Limits(disk=1 << 20)},
                 {"image": other},
                 {"egress": Egress.to("example.org", transparent=True)},
             ]

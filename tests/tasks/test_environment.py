@@ -14,7 +14,7 @@ import pytest
 
 from etude.errors import InputError
 from etude.pods import Fleet, open_fleet
-from etude.pods.pod import Egress, Pod, PodFileError, Unsupported
+from etude.pods.pod import Egress, Pod, PodFileError, PodGone, Unsupported
 from etude.pods.remote.client import RemoteHostClient
 from etude.pods.workspace import FileChange, FileState, apply_to_pod
 from etude.tasks.base_images import HostSettings, mapped_image, short_image_name
@@ -26,8 +26,8 @@ from etude.tasks.environment import (
     open_environment,
 )
 from etude.tasks.harbor import write_task
-from etude.tasks.image import BuildFailed
-from etude.tasks.task import Task
+from etude.tasks.image import BuildFailed, pod_limits
+from etude.tasks.task import MachineSpec, Task
 from tests.pods.serving import TOKEN, server
 
 CONFIG = 'schema_version = "1.4"\n[environment]\nnetwork_mode = "no-network"\n'
@@ -48,6 +48,91 @@ def in_environment(task: Task, act: Callable[[TaskEnvironment], Coroutine[Any, A
     async def go() -> None:
         async with open_fleet() as fleet, open_environment(fleet, task, **options) as environment:
             await act(environment)
+
+    asyncio.run(go())
+
+
+def test_storage_above_the_memory_of_a_task_is_limited(tmp_path: Path) -> None:
+    config = CONFIG + "memory_mb = 64\nstorage_mb = 96\n"
+    task = make_task(tmp_path, "FROM host\nWORKDIR /work\nCOPY a a\n", config, a="x")
+
+    async def act(environment: TaskEnvironment) -> None:
+        assert environment.pod.limits.disk == 96 << 20
+        fill = "dd if=/dev/zero of=big bs=1M count=288; stat -c %s big; rm big; sleep 1"
+        assert environment.fleet.local is not None
+        if environment.fleet.local.backend.capabilities.disk_limits == "soft":
+            with pytest.raises(PodGone, match="its limits are"):
+                await environment.pod.exec(fill, cwd="/work", timeout=60)
+            return
+        result = await environment.pod.exec(fill, cwd="/work", timeout=60)
+        assert "No space left" in result.stderr
+        assert 80 << 20 < int(result.stdout) <= 96 << 20
+        await environment.pod.write("/work/a", "y")
+        assert [change.path for change in await environment.changes()] == ["a"]
+
+    in_environment(task, act)
+
+
+def test_storage_that_fits_into_memory_is_in_memory(tmp_path: Path) -> None:
+    sizes = [(None, None), (None, 512), (None, 4096), (64, 64), (64, 65)]
+    found = [pod_limits(MachineSpec(memory_mb=memory, storage_mb=storage)) for memory, storage in sizes]
+    assert [storage for _, storage in found] == ["memory", "memory", "disk", "memory", "disk"]
+    assert [limits.disk for limits, _ in found] == [None, 512 << 20, 4096 << 20, 64 << 20, 65 << 20]
+
+
+DELETIONS = {
+    "contents": "rm -rf /srv/a/w/* /srv/a/w/.hidden",
+    "workspace": "rm -rf /srv/a/w",
+    "made again": "rm -rf /srv/a/w && mkdir /srv/a/w",
+    "parent": "cd / && rm -rf /srv/a",
+    "parent made again": "cd / && rm -rf /srv/a && mkdir -p /srv/a/w",
+    "a file instead": "rm -rf /srv/a/w && echo x > /srv/a/w",
+    "a link to nothing": "rm -rf /srv/a/w && mkdir /empty && ln -s /empty /srv/a/w",
+    "parent is a link": "cd / && rm -rf /srv/a && mkdir -p /empty/w && ln -s /empty /srv/a",
+}
+
+
+@pytest.mark.parametrize("way", DELETIONS)
+@pytest.mark.parametrize("prepared", [False, True])
+def test_a_deleted_workspace_is_a_change_that_the_verifier_sees(tmp_path: Path, way: str, prepared: bool) -> None:
+    dockerfile = "FROM host\nWORKDIR /srv/a/w\nRUN echo x > built\nCOPY repo/ ./\n"
+    files = {"repo/a": "x", "repo/sub/b": "y", "repo/.hidden": "z"}
+    task = make_task(tmp_path / "task", dockerfile, **files)
+
+    async def go() -> None:
+        async with AsyncExitStack() as stack:
+            fleet = await stack.enter_async_context(open_fleet())
+            options: dict[str, Any] = {}
+            if prepared:
+                options["prepared"] = await stack.enter_async_context(PreparedEnvironments(fleet))
+            environment = await stack.enter_async_context(open_environment(fleet, task, **options))
+            done = await environment.pod.exec(DELETIONS[way], cwd="/")
+            assert done.ok, done
+            changes = await environment.changes()
+            assert {change.path: change.after for change in changes} == dict.fromkeys(
+                [".hidden", "a", "built", "sub/b"]
+            )
+            async with environment.open_clean() as clean:
+                await apply_to_pod(clean.pod, clean.workspace, changes)
+                assert (await clean.pod.exec("find . -type f", cwd=clean.workspace)).stdout == ""
+
+    asyncio.run(go())
+
+
+def test_files_deleted_before_a_checkpoint_stay_deleted_when_their_directory_is_made_again(tmp_path: Path) -> None:
+    files = {"repo/sub/a": "x", "repo/sub/b": "y"}
+    task = make_task(tmp_path / "task", "FROM host\nWORKDIR /srv/w\nRUN true\nCOPY repo/ ./\n", **files)
+
+    async def go() -> None:
+        async with open_fleet() as fleet, PreparedEnvironments(fleet) as prepared:
+            for removed in ("/srv/w", "/srv/w/sub"):
+                async with open_environment(fleet, task, prepared=prepared) as environment:
+                    await environment.pod.exec(["rm", "-rf", removed], cwd="/")
+                    checkpoint = await environment.checkpoint()
+                async with open_environment(fleet, task, checkpoint=checkpoint) as environment:
+                    await environment.pod.exec("mkdir -p /srv/w/sub; echo -n x > /srv/w/sub/a", cwd="/")
+                    assert {change.path: change.after for change in await environment.changes()} == {"sub/b": None}
+                await fleet.remove_snapshot(checkpoint.snapshot.id)
 
     asyncio.run(go())
 

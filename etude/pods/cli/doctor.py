@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from etude.errors import InputError
 from etude.pods.cli.units import show_size
-from etude.pods.fleet import default_state
+from etude.pods.fleet import ISOLATION_OPTION, default_state
 from etude.pods.host import DEFAULT_LIMITS
 from etude.pods.runtime.cgroups import CONTROLLERS, CgroupLayout, find_layout
 from etude.pods.runtime.native.build import find_helper
@@ -30,7 +30,7 @@ async def diagnose(state: Path | None, backend: str = "all") -> dict[str, Any]:
     return {
         "kernel": " ".join((os.uname().sysname, os.uname().release, os.uname().machine)),
         "user": os.geteuid(),
-        "backends": [describe(await probe(name)) for name in names],
+        "backends": [describe(await probe(name, disk_limits=True)) for name in names],
         "cgroups": control_groups(),
         "helper": await asyncio.to_thread(compiled_helper, directory),
         "default_limits": DEFAULT_LIMITS.specified(),
@@ -49,6 +49,7 @@ def describe(result: ProbeResult) -> dict[str, Any]:
     if (capabilities := result.capabilities) is not None:
         plain = {name: getattr(capabilities, name) for name in type(capabilities).__dataclass_fields__}
         described["capabilities"] = {k: sorted(v) if isinstance(v, frozenset) else v for k, v in plain.items()}
+        described["weaknesses"] = capabilities.weaknesses()
     return described
 
 
@@ -115,6 +116,8 @@ def print_diagnosis(found: dict[str, Any]) -> None:
         )
         for text in capability_lines(each.get("capabilities")):
             console.print(" " * 12 + escape(text))
+        if weak := each.get("weaknesses"):
+            line("", f"weaker than pods can be, so refused with {ISOLATION_OPTION}=strong: {'; '.join(weak)}")
     groups = found["cgroups"]
     limits = ", ".join(f"{name} ({version})" for name, version in groups["controllers"].items()) or "none"
     line("cgroups", f"{limits}; {'can freeze' if groups['freeze'] else 'cannot freeze'}")
@@ -124,7 +127,10 @@ def print_diagnosis(found: dict[str, Any]) -> None:
     line("helper", helper["path"] or helper["reason"])
     defaults = {**found["default_limits"]}
     sizes = [f"{name} {show_size(defaults.pop(name))}" for name in ("memory", "disk")]
-    line("limits", ", ".join([*sizes, *(f"{name} {count:,}" for name, count in defaults.items())]) + " by default")
+    line(
+        "limits",
+        ", ".join([*sizes, *(f"{name} {count:,}" for name, count in defaults.items())]) + " by default, of those above",
+    )
     now = found["pressure"]
     stalls = [f"{name} {now[key]:g} %" for name, key in STALLS if now[key] is not None]
     free = f"{show_size(now['memory_available'])} of {show_size(now['memory_total'])} memory free"
@@ -145,8 +151,10 @@ def capability_lines(capabilities: dict[str, Any] | None) -> list[str]:
         return []
     limits, egress, snapshots = (", ".join(capabilities[key]) or "none" for key in ("limits", "egress", "snapshots"))
     others = [name for name in ("images", "users") if capabilities[name]]
+    on_disk = {"hard": "hard (a disk image for each pod)", "soft": "soft (a pod over its limit is ended)"}
     return [
         f"isolation {capabilities['isolation']}; limits: {limits}",
+        f"limits of files on disk: {on_disk[capabilities['disk_limits']]}",
         f"egress: {egress}; snapshots: {snapshots}; also: {', '.join(others) or 'nothing'}",
         *(f"note: {note}" for note in capabilities["notes"]),
     ]

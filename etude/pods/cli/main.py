@@ -75,7 +75,9 @@ def run(
     memory: Annotated[str | None, typer.Option(help="Memory limit, such as 512M.")] = None,
     cpu: Annotated[float | None, typer.Option(help="CPU limit in cores, such as 0.5.")] = None,
     pids: Annotated[int | None, typer.Option(help="Limit on processes and threads.")] = None,
-    disk: Annotated[str | None, typer.Option(help="Limit on bytes written, such as 2G.")] = None,
+    disk: Annotated[
+        str | None, typer.Option(help="Limit on bytes written, such as 2G; over the memory limit with --on-disk.")
+    ] = None,
     on_disk: Annotated[bool, typer.Option("--on-disk", help="Store written files on disk, not in memory.")] = False,
     allow: Allow = None,
     transparent: Transparent = False,

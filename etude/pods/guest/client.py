@@ -190,8 +190,9 @@ def listen_unix(directory: Path, name: str) -> socket.socket:
 class GuestClient:
     """One connection to a pod's guest init: sends requests and passes each reply frame to its caller's handler."""
 
-    def __init__(self, link: Link, name: str) -> None:
+    def __init__(self, link: Link, name: str, find_reason: Callable[[], str] | None = None) -> None:
         self.link, self.name = link, name
+        self.find_reason = find_reason  # returns why the pod ended, if that is known
         self.decoder = protocol.FrameDecoder()
         self.calls: dict[int, Callable[[int, protocol.Fields], None]] = {}
         self.next_call = 0
@@ -235,7 +236,9 @@ class GuestClient:
             self.hello.set_result(None)
 
     def connection_lost(self) -> None:
-        self.closed_error = self.closed_error or PodGone(f"pod {self.name} is gone")
+        if self.closed_error is None:
+            reason = self.find_reason() if self.find_reason is not None else ""
+            self.closed_error = PodGone(f"pod {self.name} is gone{reason and f': {reason}'}")
         if not self.hello.done():
             self.hello.set_exception(self.closed_error)
             self.hello.exception()  # may never be awaited

@@ -51,7 +51,7 @@ class GuestPod(Pod):
 
     async def ready(self) -> GuestClient:
         """Return the guest client, once the pod runs again after a fork."""
-        if self.restarting is not None:
+        if self.restarting is not None and self.restarting is not asyncio.current_task():  # which has just started it
             await asyncio.shield(self.restarting)
         return self.guest
 

@@ -70,28 +70,6 @@ def host_image(store: Store, *, root: Path = Path("/")) -> Image:
     return image
 
 
-# -- certificates
-
-# Where distributions keep their bundle; the image has the same files there.
-BUNDLES = ("/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bundle.crt", "/etc/ssl/ca-bundle.pem")
-# Read by OpenSSL and Python; requests; pip; node and npm; git; curl. pip and node have bundles of their own otherwise.
-CERTIFICATE_VARIABLES = (
-    *("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "PIP_CERT", "NODE_EXTRA_CA_CERTS", "GIT_SSL_CAINFO", "CURL_CA_BUNDLE"),
-)
-CERTIFICATES_OPTION = "ETUDE_POD_CERTIFICATES"  # another file below /etc/ssl or /etc/pki, or "none"
-
-
-def certificate_variables(image: Image) -> dict[str, str]:
-    """Return variables with which programs in a pod of this machine's programs trust its certificate bundle."""
-    given = os.environ.get(CERTIFICATES_OPTION, "")
-    if given == "none" or not image.binds:
-        return {}
-    if given and not (given.startswith(("/etc/ssl/", "/etc/pki/")) and os.path.isfile(given)):
-        raise InputError(f"{CERTIFICATES_OPTION}={given}: expected none, or a file below /etc/ssl or /etc/pki")
-    bundle = given or next(filter(os.path.isfile, BUNDLES), "")
-    return dict.fromkeys(CERTIFICATE_VARIABLES, bundle) if bundle else {}
-
-
 # -- change detection
 
 

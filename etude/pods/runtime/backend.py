@@ -12,7 +12,7 @@ import secrets
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Protocol
@@ -31,6 +31,11 @@ from etude.pods.runtime.cgroups import CONTROLLERS, PodCgroup, find_layout, list
 from etude.pods.runtime.zygote_client import Mode, ZygoteClient
 
 Storage = Literal["memory", "disk"]
+SOFT_DISK_LIMITS = (
+    "limits on disk and inodes are soft: what a pod has written is measured, 1 to 50 times a second, and a pod that is "
+    "over a limit is ended"
+)
+OVER_LIMIT = "over-limit"  # the file in which the watcher of a pod leaves the reason why it ended the pod
 GUEST_SOCKET = "agent.sock"  # this name does not change, so that pods of other versions can be adopted
 
 
@@ -102,7 +107,7 @@ class LocalPod(GuestPod):
         """Create the pod's files and its first process, and connect to its guest init."""
 
     async def create_process(
-        self, fields: Iterable[tuple[int, protocol.Value]], listening: Sequence[socket.socket] = ()
+        self, fields: Iterable[tuple[int, protocol.Value]], descriptors: Sequence[int] = ()
     ) -> None:
         """Let the zygote create the pod's first process, in its control group, and connect to it."""
         self.group.create(self.limits)
@@ -114,14 +119,14 @@ class LocalPod(GuestPod):
                 *((zygote_protocol.GROUP, os.fsencode(group)) for group in [self.group.unified] if group),
                 *((zygote_protocol.CGROUP, os.fsencode(file)) for file in self.group.legacy_procs),
                 *fields,
-                descriptors=[sock.fileno() for sock in (listener, *listening)],
+                descriptors=[listener.fileno(), *descriptors],
             )
         await self.connect()
         self.record("created", {"image": self.image})
 
     async def connect(self, timeout: float = CONNECT_S, own: bool = True) -> None:
         """Connect to the guest init; with `own`, claim the pod, as its owner if it is attached."""
-        self.connection = GuestClient(await self.open_link(), self.id)
+        self.connection = GuestClient(await self.open_link(), self.id, self.over_limit)
         await self.connection.wait_until_ready(timeout)
         sockets = [socket.socket(fileno=descriptor) for descriptor in self.connection.link.descriptors]
         if own:
@@ -198,6 +203,12 @@ class LocalPod(GuestPod):
     def memory_ran_out(self) -> bool:
         return self.group.new_oom_kills() > 0
 
+    def over_limit(self) -> str:
+        """Return why the pod was ended for a soft limit; empty if it was not."""
+        with contextlib.suppress(OSError):
+            return (self.directory / OVER_LIMIT).read_text()
+        return ""
+
     def memory_used(self) -> int:
         return int(self.group.memory())
 
@@ -226,10 +237,10 @@ class Backend(ABC):
         self.zygote = ZygoteClient(state, helper, socket_name, self.mode)
         self.background: set[asyncio.Task[None]] = set()
 
-    def layout_notes(self) -> list[str]:
-        """Return what the control groups of this machine do not allow."""
+    def layout_notes(self, other_limits: Collection[str] = ()) -> list[str]:
+        """Return what the control groups of this machine do not allow; `other_limits` need none."""
         notes = []
-        if missing := [name for name in CONTROLLERS if name not in self.layout.controllers]:
+        if missing := [name for name in CONTROLLERS if name not in {*self.layout.controllers, *other_limits}]:
             notes.append(f"no limit on {', '.join(missing)}: {self.layout.reason or 'no such controller'}")
         if self.layout.unified is None:
             notes.append(f"no live snapshot: no cgroup v2 group ({self.layout.reason})")

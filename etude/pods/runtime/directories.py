@@ -23,14 +23,14 @@ from pathlib import Path
 
 from etude.pods.guest import protocol
 from etude.pods.images import layers, trees
-from etude.pods.images.host_image import certificate_variables
+from etude.pods.images.certificates import certificate_variables
 from etude.pods.images.layers import LayerDir
 from etude.pods.images.records import SYSTEM_BINDS, Image, Layer
 from etude.pods.images.store import Store
 from etude.pods.network.policy import EgressPolicy
 from etude.pods.pod import Capabilities, FileInfo, PodError, SnapshotKind, Unsupported
 from etude.pods.runtime import capabilities, landlock, seccomp, zygote_protocol
-from etude.pods.runtime.backend import Backend, LocalPod, PodSpec
+from etude.pods.runtime.backend import SOFT_DISK_LIMITS, Backend, LocalPod, PodSpec
 from etude.pods.runtime.diff import diff_layers, is_below
 
 SUBDIRECTORIES = ("work", "home", "tmp")
@@ -63,7 +63,7 @@ class DirectoryBackend(Backend):
     confined: bool
 
     def __init__(self, state: Path, store: Store, helper: Path) -> None:
-        super().__init__(state, store, helper, f"{state} {self.name}", self.name)
+        super().__init__(state, store, helper, f"{state} {self.name}", f"{self.name}-{zygote_protocol.VERSION}")
         self.user_ids = pod_user_ids() if self.confined else None
         parent = USER_PODS_PARENT if USER_PODS_PARENT.is_dir() else Path(tempfile.gettempdir())
         self.user_pods = parent / self.layout.name.replace("etude-", "etude-pods-")
@@ -75,7 +75,8 @@ class DirectoryBackend(Backend):
 
     def _shared_notes(self) -> list[str]:
         return [
-            "no image but the machine's own programs, no limit on disk or inodes, and files are always on disk",
+            "no image but the machine's own programs, and files are always on disk",
+            f"{SOFT_DISK_LIMITS}; a snapshot counts towards those of its pods",
             *self.layout_notes(),
             "a pod's paths contain its id: an absolute path that a program stored is not valid in a fork",
             "a program that kills the guest init, its parent, ends the pod",
@@ -169,17 +170,19 @@ class LandlockBackend(DirectoryBackend):
         if not self.user_ids:
             why = "the service is not root" if os.geteuid() else "this root may not become other users"
             notes.append(
-                f"pods have our own user ({why}): they can change modes and times of its files, though not read them"
+                f"pods have our own user ({why}): they can change modes, times and extended attributes of its "
+                "files, though not read them"
             )
             notes.append("a command can have a terminal, but programs cannot open more (tmux, script)")
         if not self.allows_unix_sockets:
             notes.append("no UNIX sockets but pairs: this kernel's Landlock cannot deny access to those of the machine")
         return Capabilities(
             isolation="lsm",
-            limits=frozenset(self.layout.controllers),
+            limits=frozenset({*self.layout.controllers, "disk", "inodes"}),
             egress=frozenset({"proxy"}) if self.abi >= 4 else frozenset(),
             images=False,
             snapshots=self.snapshots,
+            own_users=self.user_ids is not None,
             notes=tuple(notes),
         )
 
@@ -221,7 +224,7 @@ class SubprocessBackend(DirectoryBackend):
         ]
         return Capabilities(
             isolation="none",
-            limits=frozenset(self.layout.controllers),
+            limits=frozenset({*self.layout.controllers, "disk", "inodes"}),
             images=False,
             snapshots=self.snapshots,
             notes=tuple(notes),
@@ -270,7 +273,10 @@ class DirectoryPod(LocalPod):
             port = listening[0].getsockname()[1] if listening else 0
             fields = [(zygote_protocol.OWNER, user), *self.backend.confinement(self, user, port)]
             fields += [(zygote_protocol.PORT, port)] if port else []
-            await self.create_process(fields, listening)
+            if self.limits.disk:
+                fields += [(zygote_protocol.WATCH, os.fsencode(self.fs)), (zygote_protocol.SIZE, self.limits.disk)]
+                fields += [(zygote_protocol.INODES, int(self.limits.inodes))] if self.limits.inodes else []
+            await self.create_process(fields, [sock.fileno() for sock in listening])
 
     def _user(self, user: str | None) -> str | None:
         if user:

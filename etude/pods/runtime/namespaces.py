@@ -14,16 +14,24 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Literal
 
 from etude.pods.guest import protocol
-from etude.pods.images.host_image import certificate_variables
+from etude.pods.images.certificates import (
+    IMAGE_BUNDLES,
+    MAX_BUNDLE,
+    POD_BUNDLE,
+    certificate_variables,
+    host_bundle,
+    merge_bundles,
+)
 from etude.pods.images.layers import LayerDir
 from etude.pods.images.records import Layer
 from etude.pods.images.store import Store
 from etude.pods.network.policy import EgressPolicy
-from etude.pods.pod import Capabilities, FileInfo, SnapshotKind, Unsupported
-from etude.pods.runtime import capabilities, seccomp, zygote_protocol
-from etude.pods.runtime.backend import Backend, LocalPod, PodSpec
+from etude.pods.pod import Capabilities, FileInfo, PodFileError, SnapshotKind
+from etude.pods.runtime import capabilities, disk_images, seccomp, zygote_protocol
+from etude.pods.runtime.backend import SOFT_DISK_LIMITS, Backend, LocalPod, PodSpec
 from etude.pods.runtime.diff import diff_layers
 
 # Host ids of pods as root: above every range that systemd and /etc/subuid hand out, and those of `directories`.
@@ -31,6 +39,7 @@ SHARED_FIRST_ID = 2_000_000_000  # of all pods, where a tmpfs cannot be id-mappe
 FIRST_ID = 2_200_000_000
 IDS = 65_536
 ZYGOTE = f"zygote-{zygote_protocol.VERSION}"
+TEMPLATES = "disk-templates"  # of disk images, in the state directory
 POD_RANGES = 2048  # of one state directory
 TMPFS_MAPPED_SINCE = (6, 3)  # Linux
 
@@ -47,7 +56,8 @@ class NamespaceBackend(Backend):
         self.own_ids = self.root and kernel_version() >= TMPFS_MAPPED_SINCE
         self.shift = SHARED_FIRST_ID if self.root and not self.own_ids else 0  # of what pods write
         self.filter = seccomp.build_filter("own")
-        notes = self.layout_notes()
+        other_limits = {"disk", "inodes", *(() if self.root else ("pids",))}  # pids as RLIMIT_NPROC
+        notes = self.layout_notes(other_limits)
         if not self.root:
             notes.append("one user in a pod (its root), because only one id is mapped without root")
         if not self.own_ids:
@@ -57,19 +67,22 @@ class NamespaceBackend(Backend):
                 "watches: a pod that takes all disturbs others, and without root our other programs; of inotify "
                 "watches and queued signals a pod gets a part, and no POSIX message queues"
             )
-        limits = {*self.layout.controllers, "disk", "inodes", *(() if self.root else ("pids",))}  # as RLIMIT_NPROC
+        no_images = disk_images.why_not()
+        if no_images:
+            notes.append(f"with storage=disk, {SOFT_DISK_LIMITS} ({no_images})")
+        limits = {*self.layout.controllers, *other_limits}
         self.capabilities = Capabilities(
             isolation="namespace",
             limits=frozenset(limits),
+            disk_limits="soft" if no_images else "hard",
             egress=frozenset({"proxy", "transparent"}),
             snapshots=self.snapshots,
             users=self.root,
+            own_users=self.own_ids,
             notes=tuple(notes),
         )
 
     def make_pod(self, spec: PodSpec) -> "NamespacePod":
-        if spec.storage == "disk" and (spec.limits.disk or spec.limits.inodes):
-            raise Unsupported('a limit on disk or inodes needs storage="memory": there are no quotas on disk')
         return NamespacePod(self, spec)
 
     async def memory_layers(self) -> set[str]:
@@ -166,9 +179,34 @@ class NamespacePod(LocalPod):
 
     # ------------------------------------------------------------------------------------------- starting
 
+    @property
+    def writes_to(self) -> Literal["memory", "image", "directory"]:
+        """Where its files are; a directory has no limit, or a soft one."""
+        if self.spec.storage == "memory":
+            return "memory"
+        return "image" if self.limits.disk and self.backend.capabilities.disk_limits == "hard" else "directory"
+
     async def boot(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
-        await self.create_process(self._create_fields())
+        with contextlib.ExitStack() as opened:
+            descriptors = []
+            if self.writes_to == "image":
+                assert self.limits.disk is not None
+                templates, size = self.backend.state / TEMPLATES, (self.limits.disk, int(self.limits.inodes or 0))
+                image = await asyncio.to_thread(disk_images.open_image, templates, *size)
+                descriptors.append(opened.enter_context(owned_descriptor(image)))
+            await self.create_process(self._create_fields(), descriptors)
+        if self.policy.rules and not self.spec.image.binds and (bundle := host_bundle()):
+            await self._write_certificates(bundle)
+
+    async def _write_certificates(self, bundle: str) -> None:
+        """Write the certificates of this machine and of the image to the pod's /dev, which is in no layer."""
+        of_image = b""
+        for path in IMAGE_BUNDLES:
+            with contextlib.suppress(PodFileError):
+                of_image = await self.read(path, length=MAX_BUNDLE)
+                break
+        await self.write(POD_BUNDLE, merge_bundles(of_image, Path(bundle).read_bytes()), mode=0o644)
 
     def _create_fields(self) -> list[tuple[int, protocol.Value]]:
         backend, limits = self.backend, self.limits
@@ -189,13 +227,16 @@ class NamespacePod(LocalPod):
             *((zygote_protocol.LISTEN, each.encode()) for each in listening),
             *((zygote_protocol.BIND, os.fsencode(f"{source}\0{target}")) for source, target in binds),
         ]
-        if self.spec.storage == "disk":
-            fields.append((zygote_protocol.UPPER, os.fsencode(backend.state_relative(self._make_upper()))))
+        if self.writes_to == "directory":
+            upper = os.fsencode(backend.state_relative(self._make_upper()))
+            fields.append((zygote_protocol.UPPER, upper))
+            fields += [(zygote_protocol.WATCH, upper)] if limits.disk else []
         if limits.disk:
             fields.append((zygote_protocol.SIZE, limits.disk))
         if limits.inodes:
             fields.append((zygote_protocol.INODES, int(limits.inodes)))
         flags = zygote_protocol.ADJUST_OOM_SCORE if "memory" in backend.layout.controllers else 0
+        flags |= zygote_protocol.DISK_IMAGE if self.writes_to == "image" else 0
         fields.append((zygote_protocol.FLAGS, flags | (zygote_protocol.OWN_IDS if backend.own_ids else 0)))
         if limits.pids and "pids" not in backend.layout.controllers:
             fields.append((zygote_protocol.PIDS, limits.pids))
@@ -223,7 +264,7 @@ class NamespacePod(LocalPod):
 
     async def _open_writes(self) -> AbstractContextManager[int]:
         """Open the directory that holds the pod's writes."""
-        if self.spec.storage == "disk":
+        if self.writes_to == "directory":
             path = self.directory / "writes" / "u"
             return owned_descriptor(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
         return owned_descriptor(await self.backend.fetch(zygote_protocol.ID, self.id))
@@ -239,7 +280,7 @@ class NamespacePod(LocalPod):
         """Stop the pod and turn its writes into a layer by moving them: as fast for a gigabyte as for nothing."""
         self.release()
         pod = (zygote_protocol.ID, self.id.encode())
-        if self.spec.storage == "disk":
+        if self.writes_to == "directory":
             await self.backend.zygote.request(zygote_protocol.KILL, pod)
             layer = self.backend.store.adopt_layer(self.directory / "writes" / "u", self.backend.shift)
             self.backend.delete(self.directory / "writes", self.backend.state / "trash")

@@ -49,8 +49,8 @@ def make_backend(name: str, state: Path, store: Store) -> Backend:
     return BACKENDS[name](state, store, require_helper(state))
 
 
-async def probe(name: str) -> ProbeResult:
-    """Create a pod on this backend and run a command in it."""
+async def probe(name: str, *, disk_limits: bool = False) -> ProbeResult:
+    """Create a pod on this backend and run a command in it; with `disk_limits` also one that has such a limit."""
     if name == "landlock" and landlock.abi() == 0:
         return ProbeResult(
             name, False, "this kernel has no Landlock (since 5.13, and it must be among the active LSMs)"
@@ -75,6 +75,7 @@ async def probe(name: str) -> ProbeResult:
         took = (time.perf_counter() - started) * 1000
         own_mounts = backend.capabilities.isolation == "namespace"
         notes = (*backend.capabilities.notes, *(shared_notes(mounts, spec.image.binds) if own_mounts else ()))
+        notes += tuple(await try_disk_limit(backend, spec)) if disk_limits else ()
         capabilities = replace(backend.capabilities, notes=notes)
         return ProbeResult(name, True, f"created a pod and ran a command in {took:.0f} ms", capabilities)
     except (OSError, PodError, TimeoutError) as error:
@@ -83,6 +84,17 @@ async def probe(name: str) -> ProbeResult:
         if backend is not None:
             await backend.shutdown()
         shutil.rmtree(state, ignore_errors=True)
+
+
+async def try_disk_limit(backend: Backend, spec: PodSpec) -> list[str]:
+    """Return a note on why a pod with files on disk and a limit cannot be created, if that is so."""
+    limited = replace(spec, id="probe-disk", storage="disk", limits=Limits(disk=16 << 20, inodes=1000))
+    try:
+        pod = await asyncio.wait_for(backend.start(limited), PROBE_TIMEOUT_S)
+    except (OSError, PodError, TimeoutError) as error:
+        return [f"pods with files on disk and a limit are refused: {str(error) or 'no answer in time'}"]
+    await pod.end()
+    return []
 
 
 def shared_notes(mounts: str, shared: Sequence[str]) -> list[str]:

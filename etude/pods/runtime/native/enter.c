@@ -238,7 +238,7 @@ static int mount_devices(int64_t shm)
         {"/proc/self/fd/2", "dev/stderr"}, {"pts/ptmx", "dev/ptmx"},
     };
     char options[80];
-    if (mount_at("tmpfs", "dev", MS_NOSUID | MS_NOEXEC, "mode=755,size=65536,nr_inodes=64"))
+    if (mount_at("tmpfs", "dev", MS_NOSUID | MS_NOEXEC, "mode=755,size=4194304,nr_inodes=64"))
         return -1;
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         if (mount_device(names[i]))

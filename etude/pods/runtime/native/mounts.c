@@ -162,11 +162,12 @@ static int stage_tmpfs(const struct request *r)
     char size[32], inodes[32];
     struct option options[3] = {{"mode", "0755"}};
     size_t count = 1;
-    if (field(r, ZYGOTE_SIZE).data) {
+    bool writes = !field(r, ZYGOTE_UPPER).data; /* otherwise only mount points are made here */
+    if (writes && field(r, ZYGOTE_SIZE).data) {
         snprintf(size, sizeof size, "%lld", (long long)number(r, ZYGOTE_SIZE, 0));
         options[count++] = (struct option){"size", size};
     }
-    if (field(r, ZYGOTE_INODES).data) {
+    if (writes && field(r, ZYGOTE_INODES).data) {
         snprintf(inodes, sizeof inodes, "%lld", (long long)number(r, ZYGOTE_INODES, 0));
         options[count++] = (struct option){"nr_inodes", inodes};
     }
@@ -177,17 +178,34 @@ static int stage_tmpfs(const struct request *r)
     return failed ? -1 : 0;
 }
 
+/* Mount an ext4 image, in which everything that the pod writes must fit. The device is gone with the last mount. */
+static int stage_image(int image)
+{
+    char path[32];
+    int device;
+    if (attach_loop(image, path, &device))
+        return -1;
+    /* noinit_itable: the kernel would write zeros to the tables of inodes in the background; a new file is zero. */
+    const struct option options[] = {{"source", path}, {"noinit_itable", NULL}};
+    int fresh = new_mount("ext4", options, 2, ATTR_NODEV);
+    int failed = fresh < 0 || attach(fresh, STAGE);
+    if (fresh >= 0)
+        close(fresh);
+    close(device);
+    return failed ? -1 : 0;
+}
+
 /* Everything is attached below the stage, and only while the pod is created.
  *
  * The kernel copies every mount of this namespace into each new pod's, so a thousand pods must not mean a thousand
  * mounts here. One unmount of the stage detaches all: each costs an RCU grace period. */
-int stage_files(const struct request *r, const struct ids *ids, int *tree)
+int stage_files(const struct request *r, const struct ids *ids, int image, int *tree)
 {
     static const char *const directories[] = {STAGE, STAGE "/u", STAGE "/w"};
     char upper[PATH_MAX];
     struct span disk = field(r, ZYGOTE_UPPER);
     uid_t owner = ids->own ? 0 : ids->first;
-    if (stage_tmpfs(r))
+    if (image >= 0 ? stage_image(image) : stage_tmpfs(r))
         return -1;
     int failed = disk.data && !text_of(disk, upper, sizeof upper) ? fail(EINVAL, "the upper directory is no path") : 0;
     for (int i = 0; i < 3 && !disk.data && !failed; i++)

@@ -19,6 +19,9 @@ static const uint64_t INTO_CGROUP = 0x200000000ull;
 #ifndef SYS_clone3
 #define SYS_clone3 435
 #endif
+#ifndef SYS_pidfd_open
+#define SYS_pidfd_open 434
+#endif
 
 /* -------------------------------------------------------------------------------------------- finding, ending */
 
@@ -37,7 +40,9 @@ void drop_pod(struct pod *pod)
             *at = pod->next;
             break;
         }
-    if (pod->tree >= 0)
+    if (pod->tree >= 0 && pod->on_disk)
+        close_in_child(pod->tree);
+    else if (pod->tree >= 0)
         close(pod->tree);
     if (pod->channel >= 0)
         close(pod->channel);
@@ -50,7 +55,7 @@ static int kill_strays(void)
 {
     size_t count = 0;
     for (struct pod *pod = zygote.pods; pod; pod = pod->next)
-        count += 2;
+        count += 3;
     pid_t *kept = malloc((count + 1) * sizeof *kept);
     if (!kept)
         return fail(ENOMEM, "%s", error_text(ENOMEM));
@@ -60,6 +65,8 @@ static int kill_strays(void)
             kept[count++] = pod->pid;
         if (pod->broker > 0)
             kept[count++] = pod->broker;
+        if (pod->watcher > 0)
+            kept[count++] = pod->watcher;
     }
     int left = kill_descendants(getpid(), kept, count);
     free(kept);
@@ -86,7 +93,9 @@ int end_pod(struct pod *pod)
         kill_and_wait(pod->pid);
     if (pod->broker > 0)
         kill_and_wait(pod->broker);
-    pod->alive = false, pod->broker = 0;
+    if (pod->watcher > 0)
+        kill_and_wait(pod->watcher);
+    pod->alive = false, pod->broker = pod->watcher = 0;
     return zygote.namespaces ? 0 : kill_strays();
 }
 
@@ -100,6 +109,8 @@ void reap_pods(void)
                 pod->alive = false;
             if (pod->broker == pid)
                 pod->broker = 0;
+            if (pod->watcher == pid)
+                pod->watcher = 0;
         }
     if (!zygote.namespaces && kill_strays()) /* repeated with the next SIGCHLD; must not affect the other pods */
         fprintf(stderr, "zygote: %s\n", last_error.text);
@@ -213,3 +224,17 @@ int fork_pod(struct pod *pod, const struct request *r, struct pod_setup *setup)
     return pod->pid < 0 ? -1 : 0;
 }
 
+int watch_pod(struct pod *pod, const struct request *r)
+{
+    pid_t parent = getpid();
+    if (!field(r, ZYGOTE_WATCH).data)
+        return 0;
+    int pidfd = (int)syscall(SYS_pidfd_open, pod->pid, 0);
+    if (pidfd < 0)
+        return fail_errno("watch a pod");
+    if ((pod->watcher = fork()) == 0)
+        run_watcher(r, pod, pidfd, parent);
+    int failed = pod->watcher < 0 ? fail_errno("fork the watcher of a pod") : 0;
+    close(pidfd);
+    return failed;
+}

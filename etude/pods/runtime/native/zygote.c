@@ -61,12 +61,13 @@ static struct layer **find_layer(struct layer **list, const char *name)
     return list;
 }
 
-static int add_layer(struct layer **list, const char *name)
+static int add_layer(struct layer **list, const char *name, bool on_disk)
 {
     struct layer *layer = calloc(1, sizeof *layer);
     if (!layer)
         return fail(ENOMEM, "%s", error_text(ENOMEM));
     strcpy(layer->name, name);
+    layer->on_disk = on_disk;
     layer->next = *list;
     *list = layer;
     return 0;
@@ -99,10 +100,10 @@ static int choose_ids(const struct request *r, struct pod *pod, struct ids *ids)
 }
 
 /* Clone a pod in namespaces; return its pid or -1. */
-static pid_t create_isolated(const struct request *r, struct pod *pod, struct pod_setup *setup)
+static pid_t create_isolated(const struct request *r, struct pod *pod, struct pod_setup *setup, int image)
 {
     struct ids ids;
-    if (choose_ids(r, pod, &ids) || stage_files(r, &ids, &pod->tree))
+    if (choose_ids(r, pod, &ids) || stage_files(r, &ids, image, &pod->tree))
         return -1;
     setup->own_ids = ids.own;
     pid_t pid = clone_pod(r, setup, &ids);
@@ -121,18 +122,22 @@ static int create(const struct request *r, const int *descriptors, struct reply 
     struct pod *pod = calloc(1, sizeof *pod);
     if (!pod)
         return fail(ENOMEM, "%s", error_text(ENOMEM));
-    setup.listener = descriptors[0], setup.proxy = descriptors[1], setup.channel = setup.broker = -1;
+    setup.listener = descriptors[0], setup.proxy = setup.channel = setup.broker = -1;
     pod->tree = pod->channel = -1;
-    if (zygote.namespaces)
-        pod->pid = create_isolated(r, pod, &setup);
-    else
+    pod->on_disk = number(r, ZYGOTE_FLAGS, 0) & DISK_IMAGE;
+    if (zygote.namespaces) {
+        pod->pid = create_isolated(r, pod, &setup, pod->on_disk ? descriptors[1] : -1);
+    } else {
+        setup.proxy = descriptors[1];
         fork_pod(pod, r, &setup);
-    if (pod->pid < 0) {
+    }
+    strcpy(pod->name, name);
+    pod->alive = pod->pid > 0;
+    if (pod->pid < 0 || watch_pod(pod, r)) {
+        end_pod(pod);
         drop_pod(pod);
         return -1;
     }
-    strcpy(pod->name, name);
-    pod->alive = true;
     pod->next = zygote.pods;
     zygote.pods = pod;
     put_number(reply->to, ZYGOTE_PID, pod->pid);
@@ -167,7 +172,7 @@ static int seal(const struct request *r, const int *descriptors, struct reply *r
         rmdir(path);
         return -1;
     }
-    if (add_layer(&zygote.memory, layer))
+    if (add_layer(&zygote.memory, layer, pod->on_disk))
         return -1;
     drop_pod(pod);
     return 0;
@@ -206,9 +211,13 @@ static int drop(const struct request *r, const int *descriptors, struct reply *r
     if (!layer)
         return 0;
     *at = layer->next;
-    free(layer);
     snprintf(path, sizeof path, MEMORY "/%s", name);
-    return umount2(path, MNT_DETACH) || rmdir(path) ? fail_errno("unmount %s", path) : 0;
+    int mounted = layer->on_disk ? open(path, O_PATH | O_DIRECTORY | O_CLOEXEC) : -1;
+    free(layer);
+    int failed = umount2(path, MNT_DETACH) || rmdir(path) ? fail_errno("unmount %s", path) : 0;
+    if (mounted >= 0)
+        close_in_child(mounted);
+    return failed;
 }
 
 static int status(const struct request *r, const int *descriptors, struct reply *reply)
@@ -255,7 +264,8 @@ static bool dispatch(struct connection *from, const struct request *r)
     struct buffer frame = {0};
     struct reply reply = {&frame, -1};
     int descriptors[2] = {-1, -1}, *pending = from->descriptors;
-    int wanted = r->op != CREATE ? 0 : field(r, ZYGOTE_PORT).data ? 2 : 1;
+    bool second = field(r, ZYGOTE_PORT).data || number(r, ZYGOTE_FLAGS, 0) & DISK_IMAGE;
+    int wanted = r->op != CREATE ? 0 : second ? 2 : 1;
     wanted = wanted < from->descriptor_count ? wanted : from->descriptor_count;
     memcpy(descriptors, pending, (size_t)wanted * sizeof(int));
     memmove(pending, pending + wanted, (size_t)(from->descriptor_count -= wanted) * sizeof(int));

@@ -36,8 +36,13 @@ int set_attributes(int tree, uint64_t attributes, bool recursive, int user_names
 int write_to(const char *path, const void *text, size_t size);
 /* Write a file of a process in /proc. */
 int write_map(pid_t pid, const char *file, const void *text, size_t size);
-/* Mount what a pod writes to, and its layers with its ids, at the stage; `*tree` is a detached copy of its tmpfs. */
-int stage_files(const struct request *r, const struct ids *ids, int *tree);
+/* Mount what a pod writes to, and its layers with its ids, at the stage. `image` is the descriptor of an ext4 image to
+ * write to, or -1; `*tree` is a detached copy of the mount of that image or of a tmpfs. */
+int stage_files(const struct request *r, const struct ids *ids, int image, int *tree);
+/* Return the path of a new loop device of an open file, to mount; `*device` keeps it until closed. */
+int attach_loop(int file, char path[32], int *device);
+/* Close the last descriptor of a mount in a child process: what is left to write to a disk may take seconds. */
+void close_in_child(int tree);
 /* Write the id map of a new user namespace. */
 int map_ids(pid_t pid, const struct ids *ids);
 /* Return a descriptor of a user namespace with this map. */
@@ -45,7 +50,7 @@ int user_namespace(const struct ids *ids);
 
 #define STAGE "stage"
 #define STAGED_WRITES STAGE "/m"
-#define MEMORY "memory-2"
+#define MEMORY "memory-3"
 #define ROOT "root"
 
 /* Descriptors and limits that a new pod's first process inherits from the zygote. */
@@ -76,14 +81,15 @@ enum {
     NAME = 200,          /* bytes of the name of a pod or layer */
 };
 
-/* A created pod: its first process and the tmpfs it writes to; without namespaces its broker and our channel to it. */
+/* A created pod: its first process, the tmpfs or disk image it writes to, and the process that watches its directory
+ * instead; without namespaces its broker and our channel to it. */
 struct pod {
     struct pod *next;
     char name[NAME];
-    pid_t pid, broker;
+    pid_t pid, broker, watcher;
     int tree, channel; /* or -1 */
     int slot;          /* its range of ids */
-    bool alive;
+    bool alive, on_disk; /* on_disk: `tree` is a disk image */
     char *group; /* its v2 control group, or NULL */
 };
 
@@ -91,6 +97,7 @@ struct pod {
 struct layer {
     struct layer *next;
     char name[NAME];
+    bool on_disk;
 };
 
 struct connection {
@@ -121,6 +128,10 @@ int end_pod(struct pod *pod);
 void reap_pods(void);
 pid_t clone_pod(const struct request *r, struct pod_setup *setup, const struct ids *ids);
 int fork_pod(struct pod *pod, const struct request *r, struct pod_setup *setup);
+/* Measure what a pod has written to its directory and kill the pod when that exceeds its limits; ends with the pod. */
+__attribute__((noreturn)) void run_watcher(const struct request *spec, const struct pod *pod, int pidfd, pid_t parent);
+/* Start the process that watches what a new pod writes, if requested. */
+int watch_pod(struct pod *pod, const struct request *r);
 
 int lower_limit(int kind, rlim_t most);
 /* Lower the limits that the kernel counts by user, unless no other pod has the user; `pids` 0: no limit. */
