@@ -174,6 +174,19 @@ class Capabilities:
     users: bool = False  # commands may run as a user other than the pod's
     notes: tuple[str, ...] = ()  # what is missing and why, as text
 
+    def lacks(self) -> list[str]:
+        """Return the features of the strongest backend, as root, that are missing here; one phrase for each."""
+        limits = [limit.name for limit in fields(Limits) if limit.name not in self.limits]
+        missing = {
+            "namespaces": self.isolation in ("none", "lsm"),
+            f"limits on {', '.join(limits)}": bool(limits),
+            "egress rules": not self.egress,
+            "images": not self.images,
+            "users besides its root": not self.users,
+            "live snapshots": "fs-live" not in self.snapshots,
+        }
+        return [feature for feature, is_missing in missing.items() if is_missing]
+
     def require(self, feature: str, present: bool, hint: str = "") -> None:
         """Raise Unsupported unless `present`."""
         if not present:

@@ -226,11 +226,13 @@ class Backend(ABC):
         self.zygote = ZygoteClient(state, helper, socket_name, self.mode)
         self.background: set[asyncio.Task[None]] = set()
 
-    def layout_notes(self) -> list[str]:
-        """Return what the control groups of this machine do not allow."""
+    def layout_notes(self, limited_otherwise: Sequence[str] = ()) -> list[str]:
+        """Return what the control groups of this machine do not allow, except limits that are enforced otherwise."""
         notes = []
-        if missing := [name for name in CONTROLLERS if name not in self.layout.controllers]:
-            notes.append(f"no limit on {', '.join(missing)}: {self.layout.reason or 'no such controller'}")
+        limited = {*self.layout.controllers, *limited_otherwise}
+        if missing := [name for name in CONTROLLERS if name not in limited]:
+            why = self.layout.reason or "no such controller"
+            notes.append(f"no limit on {', '.join(missing)}: a pod can take all that this machine has ({why})")
         if self.layout.unified is None:
             notes.append(f"no live snapshot: no cgroup v2 group ({self.layout.reason})")
         return notes

@@ -47,9 +47,13 @@ class NamespaceBackend(Backend):
         self.own_ids = self.root and kernel_version() >= TMPFS_MAPPED_SINCE
         self.shift = SHARED_FIRST_ID if self.root and not self.own_ids else 0  # of what pods write
         self.filter = seccomp.build_filter("own")
-        notes = self.layout_notes()
+        by_rlimit = () if self.root else ("pids",)  # RLIMIT_NPROC
+        notes = self.layout_notes(by_rlimit)
         if not self.root:
-            notes.append("one user in a pod (its root), because only one id is mapped without root")
+            notes.append(
+                "one user in a pod (its root), because only one id is mapped without root; submitted code is the user "
+                "of its verifier in the pod, and checks are judged outside it"
+            )
         if not self.own_ids:
             why = "the service is not root" if not self.root else "the kernel is older than Linux 6.3"
             notes.append(
@@ -57,10 +61,9 @@ class NamespaceBackend(Backend):
                 "watches: a pod that takes all disturbs others, and without root our other programs; of inotify "
                 "watches and queued signals a pod gets a part, and no POSIX message queues"
             )
-        limits = {*self.layout.controllers, "disk", "inodes", *(() if self.root else ("pids",))}  # as RLIMIT_NPROC
         self.capabilities = Capabilities(
             isolation="namespace",
-            limits=frozenset(limits),
+            limits=frozenset({*self.layout.controllers, "disk", "inodes", *by_rlimit}),
             egress=frozenset({"proxy", "transparent"}),
             snapshots=self.snapshots,
             users=self.root,
