@@ -167,6 +167,12 @@ class NamespacePod(LocalPod):
         environment = {**certificates, **spec.image.env, **policy.environment()}
         super().__init__(backend, spec, environment, spec.image.workdir, spec.image.user)
 
+    def _user(self, user: str | None) -> str | None:
+        chosen = super()._user(user)
+        if chosen and not self.backend.root and chosen.partition(":")[0] not in ("root", "0"):
+            raise Unsupported(f"commands as {chosen!r} are not possible: without root a pod has one user, its root")
+        return chosen
+
     # ------------------------------------------------------------------------------------------- starting
 
     async def boot(self) -> None:
