@@ -21,6 +21,13 @@ from tests.pods.test_conformance import OVERFLOW_ID, command_of
 from tests.rollouts.recorded_sessions import ATTACKS, Session, attacks, demonstrates, gives_up, nano_model, record
 
 DEMO_S = 900.0
+WEAKER = """
+import asyncio, json
+from etude.pods.cli.doctor import diagnose
+from etude.pods.runtime.probe import strongest_backend
+(found,) = asyncio.run(diagnose(None, "namespace"))["backends"]
+print(json.dumps({**found, "summary": asyncio.run(strongest_backend()).summary()}))
+"""
 
 
 @contextmanager
@@ -77,6 +84,26 @@ def check_same(rows: Sequence[dict[str, Any]], count: int) -> list[dict[str, Any
     assert len(rows) == count
     assert [row for row in rows if row["replayed"] != row["recorded"]] == []
     return [row["recorded"] for row in rows]
+
+
+def test_doctor_says_what_an_ordinary_users_pods_lack() -> None:
+    with ordinary_user() as (prefix, environment, _):
+        done = subprocess.run([*prefix, "-c", WEAKER], env=environment, cwd="/", capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    can = found["capabilities"]
+    notes = "; ".join(can["notes"])
+    assert found["summary"] == f"namespace, without {'; '.join(found['lacks'])}"
+    assert "users besides its root" in found["lacks"]
+    assert "one user in a pod" in notes
+    for limit in ("memory", "pids", "cpu"):  # a delegated control group can enforce all of them
+        unlimited = limit not in can["limits"]
+        assert any(each.startswith("limits on") and limit in each for each in found["lacks"]) == unlimited
+        assert (
+            any(note.startswith("no limit on") and limit in note.partition(":")[0] for note in can["notes"])
+            == unlimited
+        )
+    assert ("live snapshots" in found["lacks"]) == ("no live snapshot" in notes)
 
 
 def test_recorded_sessions_get_the_same_rewards_as_an_ordinary_user(recording: Path) -> None:
