@@ -17,7 +17,7 @@ from etude.tasks.harbor import find_tasks, read_task
 from etude.tasks.task import Task
 from etude_nano.source import generate_nano
 from tests.pipeline.test_whole_run import STAGES, small_demo
-from tests.pods.test_conformance import OVERFLOW_ID, command_of
+from tests.pods.test_conformance import OVERFLOW_ID, ROOT, command_of
 from tests.rollouts.recorded_sessions import ATTACKS, Session, attacks, demonstrates, gives_up, nano_model, record
 
 DEMO_S = 900.0
@@ -150,3 +150,15 @@ def test_the_demo_runs_to_its_end_as_an_ordinary_user() -> None:
         assert len(records) == 2
         assert max(record["reward"] for record in records) > 0, records
         assert "rl: pods: namespace, without limits on memory, cpu; users" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("package", ["tasks", "nano", "rollouts", "harness", "pods"])
+def test_the_tests_of_a_package_pass_as_an_ordinary_user(package: str) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("this user runs them itself")
+    with ordinary_user() as (prefix, environment, directory):
+        environment["HYPOTHESIS_STORAGE_DIRECTORY"] = str(directory / "hypothesis")
+        command = [*prefix, "-m", "pytest", "-p", "no:cacheprovider", f"tests/{package}"]
+        done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-5000:]

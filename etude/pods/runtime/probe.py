@@ -46,7 +46,7 @@ class ProbeResult:
         return f"{self.backend}, without {'; '.join(lacks)}" if lacks else self.backend
 
 
-_working: dict[str, ProbeResult] = {}  # the result of "auto", cached for the process
+_strongest: list[ProbeResult] = []  # the one that works, cached for the process
 
 
 def make_backend(name: str, state: Path, store: Store) -> Backend:
@@ -139,13 +139,13 @@ async def choose_backend(name: str) -> str:
 
 async def strongest_backend() -> ProbeResult:
     """Return the strongest backend that works here; raise Unsupported if none can isolate a pod."""
+    if _strongest:
+        return _strongest[0]
     failures = []
     for candidate in ORDER:
-        if candidate in _working:
-            return _working[candidate]
         result = await probe(candidate)
         if result.works:
-            _working[candidate] = result
+            _strongest[:] = [result]
             return result
         failures.append(result)
     if len({result.reason for result in failures}) == 1:  # such as a missing compiler
