@@ -1,6 +1,6 @@
 # Everything runs inside .venv, which the first target that needs it builds.
 #
-#   make demo                            all stages on a laptop's CPU, as root; RUN=runs/again starts a new run
+#   make demo                            all stages on a laptop's CPU, root or not; RUN=runs/again starts a new run
 #   make test                            lint, types and the fast tests
 #   make test-gpu PYTHON=python3 VENV=   use an interpreter that has everything already; no virtual environment
 #   make setup TORCH=skip                keep the torch that PYTHON has (a CUDA build, say) instead of the pinned one

@@ -44,7 +44,8 @@ from etude.pipeline.memory import (
 )
 from etude.pipeline.stage import Facts, PlanContext, RecipeInputs, Stage, StageModel, StagePlan, inspect_model
 from etude.pods import open_fleet
-from etude.pods.runtime.probe import ORDER, probe
+from etude.pods.pod import Unsupported
+from etude.pods.runtime.probe import ProbeResult, strongest_backend
 from etude.recipe.recipe import Recipe
 from etude.rl.orchestrator import run_rl
 from etude.rl.packing import TrainingSequence, pack
@@ -96,7 +97,7 @@ class RlStage(Stage[RlSettings]):
                 with inputs.problems_of("rl.window"):
                     self._check_prompts(inputs, dialect, settings.window or model.config.max_length)
         with inputs.problems_of("rl"):
-            inputs.pods = working_pod_backend()
+            inputs.pods = working_pods().summary()
 
     def _check_tasks(self, inputs: RecipeInputs) -> None:
         settings = self.settings(inputs.recipe)
@@ -173,6 +174,11 @@ class RlStage(Stage[RlSettings]):
             except RolloutFailed as error:
                 raise InputError(f"rl: a rollout of {tasks[0].name} fails here: {error}") from None
 
+    def notices(self, recipe: Recipe) -> list[str]:
+        pods = working_pods()
+        lacks = pods.capabilities.lacks() if pods.capabilities else []
+        return [f"pods: {pods.summary()}; `etude pods doctor` says more"] if lacks else []
+
     def run(self, run: Run, recipe: Recipe, report: ProgressCallback) -> dict[str, Any]:
         return run_rl(run, self.settings(recipe), recipe.seed, report)
 
@@ -208,15 +214,12 @@ def format_minutes(seconds: float) -> str:
     return f"{whole} s" if whole < 60 else f"{whole // 60} min {whole % 60:02d} s"
 
 
-def working_pod_backend() -> str:
-    """Return the strongest backend that can make a pod on this machine."""
-    reasons = []
-    for name in ORDER:
-        verdict = asyncio.run(probe(name))
-        if verdict.works:
-            return name
-        reasons.append(f"{name}: {verdict.reason}")
-    raise InputError(f"no backend can isolate a pod on this machine ({'; '.join(reasons)})")
+def working_pods() -> ProbeResult:
+    """Return the strongest kind of pods that this machine can make; InputError if there is none."""
+    try:
+        return asyncio.run(strongest_backend())
+    except Unsupported as error:
+        raise InputError(str(error)) from None
 
 
 def _task_set(name: str, recipe: Recipe) -> Any:

@@ -52,7 +52,7 @@ class RecipeInputs:
     texts: dict[str, SourceSurvey] = field(default_factory=dict)  # by corpus, or by the stage that reads them
     corpora: dict[str, int] = field(default_factory=dict)  # tokens of corpora that are built
     tasks: dict[str, int] = field(default_factory=dict)  # sizes of task sets
-    pods: str = ""  # the pod backend that works here
+    pods: str = ""  # the pods that this machine can make
 
     @contextmanager
     def problems_of(self, key: str) -> Iterator[None]:
@@ -164,6 +164,10 @@ class Stage(Generic[S]):
     def plan(self, context: PlanContext) -> StagePlan:
         """Estimate the stage. Rates are measured where that takes a moment, and otherwise labelled as predicted."""
         raise NotImplementedError
+
+    def notices(self, recipe: Recipe) -> list[str]:
+        """Return lines that a run prints before the stage: what is weaker on this machine than elsewhere."""
+        return []
 
     def run(self, run: Run, recipe: Recipe, report: ProgressCallback) -> dict[str, Any]:
         """Do the work of the stage: write artefacts and metrics into the run, and return the facts of its summary."""

@@ -57,6 +57,8 @@ def run_recipe(recipe: Recipe, out: Path, resume: bool = False, only: str | None
                     progress.console.print(f"{stage}: done before, skipped")
                     continue
                 position = f" in stage {stage}"
+                for line in STAGES[stage].notices(recipe):
+                    progress.console.print(f"{stage}: {line}", markup=False, soft_wrap=True)
                 with progress_line(stage, progress) as report:
                     facts = STAGES[stage].run(run, recipe, report)
                 run.finish_stage(stage, **facts)

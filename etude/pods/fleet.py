@@ -239,9 +239,9 @@ def check_isolation(backend: str, capabilities: Capabilities) -> None:
     wanted = os.environ.get(ISOLATION_OPTION, "any")
     if wanted not in ("any", "strong"):
         raise InputError(f"{ISOLATION_OPTION}={wanted}: expected any or strong")
-    if wanted == "strong" and (weak := capabilities.weaknesses()):
+    if wanted == "strong" and (weak := capabilities.lacks(isolation=True)):
         raise Unsupported(
-            f"{ISOLATION_OPTION}=strong refuses the {backend} backend here: {'; '.join(weak)}. `etude pods doctor` "
+            f"{ISOLATION_OPTION}=strong refuses the {backend} backend here, without {'; '.join(weak)}: `etude pods doctor` "
             "says why; run the service as root, or unset the option"
         )
 

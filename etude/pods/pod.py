@@ -176,16 +176,25 @@ class Capabilities:
     own_users: bool = False  # no other pod, and nothing else, has its users: what the kernel counts by user is its own
     notes: tuple[str, ...] = ()  # what is missing and why, as text
 
-    def weaknesses(self) -> list[str]:
-        """Return what this isolates less than the strongest backend that pods can have on a machine, as root."""
-        missing = [name for name in ("memory", "pids", "cpu", "disk", "inodes") if name not in self.limits]
-        soft = [] if self.disk_limits == "hard" else ["limits of files on disk are soft"]
-        return [
-            *([] if self.isolation in ("namespace", "vm") else [f"isolation is {self.isolation}, not by namespaces"]),
-            *([] if self.own_users else ["pods share a user, by which the kernel counts some resources"]),
-            *([f"no limit on {', '.join(missing)}"] if missing else []),
-            *soft,
-        ]
+    def lacks(self, *, isolation: bool = False) -> list[str]:
+        """Return the features of the strongest backend, as root, that are missing here; one phrase for each.
+
+        With `isolation` only those that keep pods from each other and from the machine."""
+        limits = [limit.name for limit in fields(Limits) if limit.name not in self.limits]
+        missing = {
+            "namespaces": self.isolation in ("none", "lsm"),
+            "users of its own, by which the kernel counts some resources": not self.own_users,
+            f"limits on {', '.join(limits)}": bool(limits),
+            "hard limits of files on disk": self.disk_limits != "hard",
+        }
+        if not isolation:
+            missing |= {
+                "egress rules": not self.egress,
+                "images": not self.images,
+                "users besides its root": not self.users,
+                "live snapshots": "fs-live" not in self.snapshots,
+            }
+        return [feature for feature, is_missing in missing.items() if is_missing]
 
     def require(self, feature: str, present: bool, hint: str = "") -> None:
         """Raise Unsupported unless `present`."""

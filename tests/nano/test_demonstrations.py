@@ -13,10 +13,10 @@ from etude.chat.dialects.dialect import Dialect
 from etude.chat.tokenizer import train_tokenizer
 from etude.data.conversations import Chat, ChatFormat
 from etude.pods import open_fleet
-from etude.tasks.environment import TaskEnvironment, open_environment
+from etude.tasks.environment import TaskEnvironment
 from etude.tasks.harbor import read_task, write_task
 from etude.tasks.task import Task
-from etude.tasks.verifier import verify_environment
+from etude.tasks.trial import run_trial
 from etude_nano.demonstrator import DemonstratorStyle, demonstration_turns, read_files
 from etude_nano.pod_sessions import Demonstration, run_demonstrations, vocabulary_texts
 from etude_nano.simulated_sessions import simulate_demonstration
@@ -125,11 +125,10 @@ def test_demonstrations_differ_between_seeds_and_first_read_only_files_that_the_
 # ------------------------------------------------------------------------------------------- cheats
 
 
-def score_after(task: Task, act: Callable[[TaskEnvironment], Awaitable[object]]) -> float:
+def score_after(task: Task, act: Callable[[TaskEnvironment], Awaitable[None]]) -> float:
     async def run() -> float:
-        async with open_fleet() as fleet, open_environment(fleet, task) as environment:
-            await act(environment)
-            return (await verify_environment(environment)).score
+        async with open_fleet() as fleet:
+            return (await run_trial(fleet, task, lambda environment, step: act(environment))).result.score
 
     return asyncio.run(run())
 

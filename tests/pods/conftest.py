@@ -1,19 +1,12 @@
 """Fixtures for tests that create real pods."""
 
-import asyncio
 import tempfile
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
 
-from etude.pods.runtime.probe import ProbeResult, probe
-
-
-@cache
-def namespaces() -> ProbeResult:
-    return asyncio.run(probe("namespace"))
+from tests.pods.needs import namespaces
 
 
 @pytest.fixture(scope="module")

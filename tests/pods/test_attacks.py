@@ -19,6 +19,7 @@ from etude.pods.runtime.backend import LocalPod
 from etude.pods.runtime.namespaces import ZYGOTE
 from tests.pods import inventory
 from tests.pods.attacking import run_in_pod, well
+from tests.pods.needs import need
 
 SCRIPT = Path(__file__).with_name("attack_script.py")
 SECRET = "secret-6f1c0d1e"
@@ -143,6 +144,8 @@ def test_injecting_terminal_input_is_refused(state: Path) -> None:
 
 
 def test_an_unresponsive_pod_can_be_closed(state: Path) -> None:
+    need(snapshot="fs-live")
+
     async def act(pod: Pod) -> None:
         assert isinstance(pod, LocalPod)
         await asyncio.to_thread(pod.group.freeze, True)

@@ -11,9 +11,10 @@ import pytest
 from etude.pods.pod import Limits, Pod, PodError
 from etude.pods.runtime.backend import LocalPod
 from tests.pods.attacking import run_in_pod, well
+from tests.pods.needs import need
 
 MIB = 1 << 20
-SMALL = Limits(memory=128 * MIB, pids=64)
+SMALL = Limits(memory=128 * MIB, pids=64, disk=64 * MIB)
 
 
 async def clear(pod: Pod) -> None:
@@ -64,6 +65,8 @@ def test_many_zombies_are_reaped(state: Path) -> None:
 
 
 def test_out_of_memory_ends_programs_and_not_the_pod(state: Path) -> None:
+    need(limit="memory")
+
     async def act(pod: Pod) -> None:
         hog = "x = []\nwhile True: x.append(bytearray(b'z' * (4 << 20)))"
         for _ in range(3):
@@ -112,7 +115,7 @@ def test_exhausted_inodes_affect_only_the_pod(state: Path) -> None:
         assert count <= 200_000
         assert await well(pod) == "well", result
 
-    run_in_pod(state, act, Limits(memory=64 * MIB, pids=64))
+    run_in_pod(state, act, Limits(memory=64 * MIB, pids=64, disk=32 * MIB))
 
 
 def test_a_flood_of_output_is_truncated_and_uses_no_memory(state: Path) -> None:

@@ -25,7 +25,7 @@ from etude.pods.cli.units import parse_seconds, parse_size, show_seconds, show_s
 from etude.pods.fleet import check_isolation
 from etude.pods.pod import Capabilities, Unsupported
 from etude.pods.runtime.native.build import PREBUILT
-from tests.pods.conftest import namespaces
+from tests.pods.needs import namespaces, need
 from tests.pods.serving import ENVIRONMENT, TOKEN, need_namespaces, server, state_directory
 from tests.pods.test_conformance import OVERFLOW_ID, command_of
 
@@ -67,12 +67,17 @@ def test_run_passes_streams_and_the_exit_code_through(state: Path) -> None:
     assert pods(state, "run", "--", "no-such-program").returncode == 127
     late = pods(state, "run", "--timeout", "0.3s", "--", "sleep", "9")
     assert (late.returncode, late.stderr) == (137, "etude: the command was killed: its timeout passed\n")
-    full = pods(state, "run", "--memory", "64M", "--", "python3", "-c", "b'x' * (256 << 20)")
-    assert "the pod ran out of memory (limit 64 MiB)" in full.stderr
     assert fine(state, "ps") == "no pods"
 
 
+def test_run_says_that_a_pod_ran_out_of_memory(state: Path) -> None:
+    need(limit="memory")
+    full = pods(state, "run", "--memory", "64M", "--", "python3", "-c", "b'x' * (256 << 20)")
+    assert "the pod ran out of memory (limit 64 MiB)" in full.stderr
+
+
 def test_a_detached_pod_can_be_used_by_other_invocations(state: Path, tmp_path: Path) -> None:
+    need(snapshot="fs-live")
     pod = fine(state, "run", "-d", "--ttl", "5m", "--", "sh", "-c", "echo begun; sleep 600")
     try:
         assert fine(state, "exec", pod[:6], "--", "cat", "run.log") == "begun"
@@ -283,9 +288,9 @@ def test_doctor_says_what_is_weaker_for_an_ordinary_user(ordinary_home: Path) ->
         "one user in a pod",
     ):
         assert text in notes
-    weak = "; ".join(found["weaknesses"])
-    assert "share a user" in weak
-    assert "files on disk are soft" in weak
+    weak = "; ".join(found["refused_if_strong"])
+    assert "users of its own" in weak
+    assert "hard limits of files on disk" in weak
 
 
 def test_weaker_isolation_can_be_refused(state: Path, ordinary_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,14 +298,14 @@ def test_weaker_isolation_can_be_refused(state: Path, ordinary_home: Path, monke
         ordinary_home, "run", "--backend", "namespace", "--", "true", ETUDE_POD_ISOLATION="strong"
     )
     assert refused.returncode != 0
-    assert "ETUDE_POD_ISOLATION=strong refuses the namespace backend here: pods share a user" in refused.stderr
+    assert "ETUDE_POD_ISOLATION=strong refuses the namespace backend here, without users of its own" in refused.stderr
     assert len(refused.stderr.strip().splitlines()) == 1
     here = namespaces().capabilities
     assert here is not None
     strong = pods(state, "run", "--", "echo", "ran", ETUDE_POD_ISOLATION="strong")
-    assert (strong.stdout == "ran\n") is not bool(here.weaknesses()), (strong, here)
+    assert (strong.stdout == "ran\n") is not bool(here.lacks(isolation=True)), (strong, here)
     monkeypatch.setenv("ETUDE_POD_ISOLATION", "strong")
-    with pytest.raises(Unsupported, match="isolation is lsm, not by namespaces"):
+    with pytest.raises(Unsupported, match="without namespaces"):
         check_isolation("landlock", Capabilities("lsm"))
     monkeypatch.setenv("ETUDE_POD_ISOLATION", "stronger")
     with pytest.raises(InputError, match="expected any or strong"):

@@ -697,7 +697,7 @@ def test_without_a_compiler_the_error_says_what_to_install(tmp_path: Path, monke
     monkeypatch.setattr(compiler, "find_spec", lambda name: None)
     reason = f"pods need a small program that could not be compiled (no C compiler): {ADVICE}"
     assert build.find_helper(tmp_path) == (None, reason)
-    monkeypatch.setattr(probe, "_chosen", {})
+    monkeypatch.setattr(probe, "_strongest", [])
     with pytest.raises(Unsupported) as refused:
         asyncio.run(probe.choose_backend("auto"))
     assert str(refused.value) == reason

@@ -11,8 +11,6 @@ from etude.pods.host import Host
 from etude.pods.pod import Limits, Pod, PodError
 from tests.pods.serving import need_namespaces
 
-MIB = 1 << 20
-
 
 async def start_server(pod: Pod) -> str:
     """Stand for a tool server: it leaves a process and a file in the pod."""
@@ -59,14 +57,14 @@ def test_a_claimed_pod_was_prepared_once_in_advance(state: Path) -> None:
 
 def test_pools_of_one_image_are_told_apart_by_their_limits(state: Path) -> None:
     async def act(fleet: Fleet, host: Host) -> None:
-        small, large = Limits(memory=128 * MIB), Limits(memory=512 * MIB)
+        small, large = Limits(pids=100), Limits(pids=200)
         await fleet.pool("host", 1, limits=small)
         await fleet.pool("host", 2, limits=large)
         warm = await filled(host, 3)
         assert host.report().warm["host"] == 3
         pod = await fleet.create("host", limits=large)
         assert pod.id in warm
-        assert pod.limits.memory == large.memory
+        assert pod.limits.pids == large.pids
 
     on_fleet(state, act)
 

@@ -18,6 +18,7 @@ from etude.pods.host_client import HostGone
 from etude.pods.pod import Limits, Pod, PodError, PodFileError, PodGone, Unsupported
 from etude.pods.remote.client import RemoteHostClient, RemotePod
 from tests.pods import serving
+from tests.pods.needs import need
 from tests.pods.serving import TOKEN, Server, server, with_client
 
 
@@ -40,19 +41,30 @@ async def until(true: Callable[[], Any], seconds: float = 60.0) -> None:
 
 def test_a_remote_pod_runs_commands_and_returns_their_results(host: Server) -> None:
     async def work(client: RemoteHostClient) -> None:
-        pod = await client.create(limits=Limits(memory=128 << 20))
+        pod = await client.create()
         done = await pod.exec("cat; echo $A >&2; exit 3", stdin=b"in", env={"A": "err"}, cwd="/tmp")
         assert (done.exit_code, done.stdout, done.stderr) == (3, "in", "err\n")
         assert (await pod.exec(["sleep", "9"], timeout=0.2)).timed_out
         assert (await pod.exec(["no-such-program"])).exit_code == 127
         assert (await pod.exec("head -c 3000000 /dev/zero", max_output=1000)).truncated
         assert (await pod.exec("wc -c", stdin=bytes(3 << 20))).stdout.strip() == str(3 << 20)
+        assert (await pod.stats())["pids"] >= 1
+
+    with_client(host, work)
+
+
+def test_a_remote_pod_says_that_it_ran_out_of_memory(host: Server) -> None:
+    need(limit="memory")
+
+    async def work(client: RemoteHostClient) -> None:
+        pod = await client.create(limits=Limits(memory=128 << 20))
         eater = ["python3", "-c", "b'x' * (512 << 20)"]
         assert (await pod.exec(eater)).out_of_memory
         job = await pod.spawn(eater)
         assert (await job.wait(20)).out_of_memory
         assert not (await pod.exec("exit 1")).out_of_memory
-        assert (await pod.stats())["pids"] >= 1
+        with pytest.raises(PodError, match="can never start here"):
+            await client.create(limits=Limits(memory=1 << 50))
 
     with_client(host, work)
 
@@ -134,6 +146,8 @@ def test_files_and_trees_go_both_ways(host: Server, tmp_path: Path) -> None:
 
 
 def test_snapshots_forks_and_events(host: Server) -> None:
+    need(snapshot="fs-live")
+
     async def work(client: RemoteHostClient) -> None:
         pod = await client.create()
         await pod.write("a", "1")
@@ -170,8 +184,6 @@ def test_errors_have_the_same_class_as_on_the_host(host: Server) -> None:
             await pod.snapshot("full")
         with pytest.raises(InputError, match="no pod ffffffffffff"):
             await client.find("ffffffffffff")
-        with pytest.raises(PodError, match="can never start here"):
-            await client.create(limits=Limits(memory=1 << 50))
         with pytest.raises(InputError, match="no image and no snapshot"):
             await client.export("snap-none", Path("/nonexistent/file"))
 

@@ -340,7 +340,10 @@ def test_a_session_with_a_running_background_command_is_not_checkpointed(state: 
             kept.append(checkpoint)
 
         await run_rollout(fleet, task, bind(LinesPolicy([starts, *LINES])), CHECKPOINTING, on_checkpoint=keep)
-        assert [(checkpoint.trace.cost.turns, checkpoint.finished) for checkpoint in kept] == [(6, True)]
+        assert fleet.local is not None
+        live = "fs-live" in fleet.local.backend.capabilities.snapshots  # of a pod whose command still runs at the end
+        expected = [(6, True)] if live else []
+        assert [(checkpoint.trace.cost.turns, checkpoint.finished) for checkpoint in kept] == expected
         for checkpoint in kept:
             await fleet.remove_snapshot(checkpoint.environment.snapshot.id)
 

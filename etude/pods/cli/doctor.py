@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -48,8 +49,9 @@ def describe(result: ProbeResult) -> dict[str, Any]:
     described: dict[str, Any] = {"backend": result.backend, "works": result.works, "reason": result.reason}
     if (capabilities := result.capabilities) is not None:
         plain = {name: getattr(capabilities, name) for name in type(capabilities).__dataclass_fields__}
+        described["lacks"] = capabilities.lacks()
         described["capabilities"] = {k: sorted(v) if isinstance(v, frozenset) else v for k, v in plain.items()}
-        described["weaknesses"] = capabilities.weaknesses()
+        described["refused_if_strong"] = capabilities.lacks(isolation=True)
     return described
 
 
@@ -69,7 +71,12 @@ def control_groups() -> dict[str, Any]:
 
 
 def _advice(layout: CgroupLayout) -> str:
-    """Return advice on making pods start faster; empty if there is none."""
+    """Return advice on missing limits, or on making pods start faster; empty if there is none."""
+    if os.geteuid() and set(CONTROLLERS) - layout.controllers:
+        return (
+            "limits need root or a control group (v2) that is delegated to you; with systemd: "
+            "`systemd-run --user --scope -p Delegate=yes COMMAND`"
+        )
     if not layout.legacy or layout.unified is None or "favordynmods" in Path("/proc/mounts").read_text():
         return ""
     mount = layout.unified.parent
@@ -114,10 +121,10 @@ def print_diagnosis(found: dict[str, Any]) -> None:
             f"[bold]{each['backend']:<12}[/]{'[green]works[/]' if each['works'] else '[red]does not work[/]'}: "
             + escape(each["reason"])
         )
-        for text in capability_lines(each.get("capabilities")):
+        for text in capability_lines(each.get("capabilities"), each.get("lacks", ())):
             console.print(" " * 12 + escape(text))
-        if weak := each.get("weaknesses"):
-            line("", f"weaker than pods can be, so refused with {ISOLATION_OPTION}=strong: {'; '.join(weak)}")
+        if weak := each.get("refused_if_strong"):
+            line("", f"refused with {ISOLATION_OPTION}=strong, because it is without {'; '.join(weak)}")
     groups = found["cgroups"]
     limits = ", ".join(f"{name} ({version})" for name, version in groups["controllers"].items()) or "none"
     line("cgroups", f"{limits}; {'can freeze' if groups['freeze'] else 'cannot freeze'}")
@@ -145,8 +152,8 @@ def print_diagnosis(found: dict[str, Any]) -> None:
 STALLS = (("cpu", "cpu_some"), ("memory", "memory_some"), ("disk", "io_full"))
 
 
-def capability_lines(capabilities: dict[str, Any] | None) -> list[str]:
-    """Format a backend's capabilities as lines of text."""
+def capability_lines(capabilities: dict[str, Any] | None, lacks: Sequence[str]) -> list[str]:
+    """Format a backend's capabilities, and what is missing of the strongest ones, as lines of text."""
     if capabilities is None:
         return []
     limits, egress, snapshots = (", ".join(capabilities[key]) or "none" for key in ("limits", "egress", "snapshots"))
@@ -156,5 +163,6 @@ def capability_lines(capabilities: dict[str, Any] | None) -> list[str]:
         f"isolation {capabilities['isolation']}; limits: {limits}",
         f"limits of files on disk: {on_disk[capabilities['disk_limits']]}",
         f"egress: {egress}; snapshots: {snapshots}; also: {', '.join(others) or 'nothing'}",
+        *([f"weaker here: pods without {'; '.join(lacks)}"] if lacks else []),
         *(f"note: {note}" for note in capabilities["notes"]),
     ]

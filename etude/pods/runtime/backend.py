@@ -241,7 +241,8 @@ class Backend(ABC):
         """Return what the control groups of this machine do not allow; `other_limits` need none."""
         notes = []
         if missing := [name for name in CONTROLLERS if name not in {*self.layout.controllers, *other_limits}]:
-            notes.append(f"no limit on {', '.join(missing)}: {self.layout.reason or 'no such controller'}")
+            why = self.layout.reason or "no such controller"
+            notes.append(f"no limit on {', '.join(missing)}: a pod can take all that this machine has ({why})")
         if self.layout.unified is None:
             notes.append(f"no live snapshot: no cgroup v2 group ({self.layout.reason})")
         return notes

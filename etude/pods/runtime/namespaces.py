@@ -59,7 +59,10 @@ class NamespaceBackend(Backend):
         other_limits = {"disk", "inodes", *(() if self.root else ("pids",))}  # pids as RLIMIT_NPROC
         notes = self.layout_notes(other_limits)
         if not self.root:
-            notes.append("one user in a pod (its root), because only one id is mapped without root")
+            notes.append(
+                "one user in a pod (its root), because only one id is mapped without root; submitted code is the user "
+                "of its verifier in the pod, and checks are judged outside it"
+            )
         if not self.own_ids:
             why = "the service is not root" if not self.root else "the kernel is older than Linux 6.3"
             notes.append(
@@ -176,6 +179,12 @@ class NamespacePod(LocalPod):
         certificates = certificate_variables(spec.image) if policy.rules else {}
         environment = {**certificates, **spec.image.env, **policy.environment()}
         super().__init__(backend, spec, environment, spec.image.workdir, spec.image.user)
+
+    def _user(self, user: str | None) -> str | None:
+        chosen = super()._user(user)
+        if chosen and not self.backend.root and chosen.partition(":")[0] not in ("root", "0"):
+            raise Unsupported(f"commands as {chosen!r} are not possible: without root a pod has one user, its root")
+        return chosen
 
     # ------------------------------------------------------------------------------------------- starting
 

@@ -1,6 +1,6 @@
 """Find which backend works on this machine, by creating a pod, running a command in it and removing it.
 
-The choice is cached for the process. A backend that does not work gives a reason that a person can act on.
+The strongest one is cached for the process. A backend that does not work gives a reason that a person can act on.
 """
 
 import asyncio
@@ -29,7 +29,6 @@ BACKENDS: dict[str, Callable[[Path, Store, Path], Backend]] = {
 }
 ORDER = ("namespace", "landlock")  # tried by "auto", the stronger isolation first; "subprocess" only by name
 PROBE_TIMEOUT_S = 20.0
-_chosen: dict[str, str] = {}  # the result of "auto", cached for the process
 
 
 @dataclass(frozen=True)
@@ -40,6 +39,14 @@ class ProbeResult:
     works: bool
     reason: str  # why not, or how it was tried
     capabilities: Capabilities | None = None
+
+    def summary(self) -> str:
+        """Return the backend with what it lacks on this machine."""
+        lacks = self.capabilities.lacks() if self.capabilities else []
+        return f"{self.backend}, without {'; '.join(lacks)}" if lacks else self.backend
+
+
+_strongest: list[ProbeResult] = []  # the one that works, cached for the process
 
 
 def make_backend(name: str, state: Path, store: Store) -> Backend:
@@ -139,16 +146,19 @@ def _number(path: str) -> int | None:
 
 async def choose_backend(name: str) -> str:
     """Return the backend to use: the one named, or for "auto" the strongest that works here."""
-    if name != "auto":
-        return name
-    if name in _chosen:
-        return _chosen[name]
+    return (await strongest_backend()).backend if name == "auto" else name
+
+
+async def strongest_backend() -> ProbeResult:
+    """Return the strongest backend that works here; raise Unsupported if none can isolate a pod."""
+    if _strongest:
+        return _strongest[0]
     failures = []
     for candidate in ORDER:
         result = await probe(candidate)
         if result.works:
-            _chosen[name] = candidate
-            return candidate
+            _strongest[:] = [result]
+            return result
         failures.append(result)
     if len({result.reason for result in failures}) == 1:  # such as a missing compiler
         raise Unsupported(failures[0].reason)

@@ -19,7 +19,7 @@ from typing import Any
 from etude.errors import EtudeError
 from etude.pods.fleet import Fleet
 from etude.pods.payload import pack
-from etude.pods.pod import ExecResult, Limits, Pod, Snapshot
+from etude.pods.pod import ExecResult, Pod, Snapshot
 from etude.pods.workspace import remove_if_exists
 from etude.tasks.base_images import HostSettings, host_python
 from etude.tasks.environment import copy_files
@@ -111,7 +111,7 @@ class RepositoryExecutor:
     @asynccontextmanager
     async def open_workspace(self, changes: Changes) -> AsyncIterator[Pod]:
         """Open a pod that contains the repository with the changes applied."""
-        pod = await self.fleet.create(self.snapshot, limits=Limits(memory=2 << 30))
+        pod = await self.fleet.create(self.snapshot)
         try:
             for path, data in changes.items():
                 if data is None:

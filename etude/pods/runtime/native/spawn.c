@@ -281,13 +281,14 @@ static int exec_along_path(const struct start *s)
     }
 }
 
-/* Raw calls for the identity: the C library's would try to notify threads, in memory that is not the child's. */
+/* Raw calls for the identity: the C library's would try to notify threads, in memory that is not the child's.
+ * Where one id is mapped setgroups is denied, and there are no groups: the pod's own user needs no change. */
 static int set_identity(const struct start *s)
 {
-    return syscall(SYS_setgroups, s->group_count, s->groups) || syscall(SYS_setresgid, s->gid, s->gid, s->gid) ||
-                   syscall(SYS_setresuid, s->uid, s->uid, s->uid)
-               ? -1
-               : 0;
+    bool is_own = s->uid == geteuid() && s->gid == getegid();
+    if (syscall(SYS_setgroups, s->group_count, s->groups) && !(is_own && errno == EPERM))
+        return -1;
+    return syscall(SYS_setresgid, s->gid, s->gid, s->gid) || syscall(SYS_setresuid, s->uid, s->uid, s->uid) ? -1 : 0;
 }
 
 /* In the child of a vfork: exec the program, or store the error and exit. */
