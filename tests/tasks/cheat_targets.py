@@ -123,6 +123,7 @@ def own_targets(directory: Path) -> list[Target]:
     output = [
         {"id": "sum", "run": ["python3", "app.py"], "stdin": "1 2", "prints": "3\n"},
         {"id": "other", "run": ["python3", "app.py"], "stdin": "4 7", "prints": "11\n"},
+        {"id": "add", "call": "calc:add", "args": "(8, 5)", "returns": "13"},  # the request is about the function
     ]
     tests: dict[str, tuple[str, str, dict[str, str | bytes]]] = {
         "calls": ("calls", "host", cases_files(calls, timeout=8.0)),

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from etude.tasks.checks import VerifierCheck
+from etude.tasks.checks import VerifierCheck, lines_check
 from etude.tasks.generators import prompts
 from etude.tasks.generators.candidate import (
     CandidateRejected,
@@ -231,10 +231,18 @@ def wheel_candidate(repository: Repository, breakage: Breakage, seed: int) -> Ta
             VerifierCheck(
                 "wheel", {"env": _version_env(repository)}, {**intact, "roots": list(repository.source.roots)}
             ),
+            *_configuration_checks(repository, breakage),
         )
         return _draft(repository, breakage, request, checks, {}, rng)
 
     return TaskCandidate(_site(breakage), breakage.family, states, finish)
+
+
+def _configuration_checks(repository: Repository, breakage: Breakage) -> Iterator[VerifierCheck]:
+    """Yield checks that the configuration is the intact one, but for lines that mean the same."""
+    for path, data in breakage.changes.items():
+        if data is not None:
+            yield lines_check(path, data.decode(), repository.files[path].decode())
 
 
 def _version_env(repository: Repository) -> dict[str, str]:
@@ -275,7 +283,8 @@ def pytest_candidate(repository: Repository, breakage: Breakage, seed: int) -> T
         check = pytest_check(repository, tests, suite)
         own = ["-c", f"{WORKSPACE}/{PYPROJECT}"]
         run = {**check.run, "run": chosen, "arguments": own}
-        return _draft(repository, breakage, request, (VerifierCheck("pytest", run, check.expected),), suite, rng)
+        checks = (VerifierCheck("pytest", run, check.expected), *_configuration_checks(repository, breakage))
+        return _draft(repository, breakage, request, checks, suite, rng)
 
     return TaskCandidate(_site(breakage), breakage.family, states, finish)
 
