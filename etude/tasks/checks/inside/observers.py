@@ -22,7 +22,7 @@ from etude.tasks.checks.inside.guard import (
     private_directory,
     run_guarded,
 )
-from etude.tasks.checks.inside.pytest_run import run_pytest
+from etude.tasks.checks.inside.pytest_run import run_pytest, write_files
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -179,7 +179,9 @@ def _digest(archive: zipfile.ZipFile, name: str) -> str:
 
 
 def observe_log(check: JsonObject, workspace: str) -> JsonObject:
-    """Run the script of a public task set as its authors do, as our user; return its output."""
+    """Run the script of a public task set as its authors do, as our user; return its output. The second time the test
+    files have probes."""
+    write_files(check.get("planted", {}), workspace)
     command = ["bash", os.path.join(HERE, check["script"])]
     log = b""
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=workspace) as run:
