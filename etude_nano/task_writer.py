@@ -164,7 +164,8 @@ def mutants_check(script: str, file: str, right: str, wrong: str) -> VerifierChe
     Except for the submitted code itself, the versions are rewritten, and the file is only there compiled: neither its
     text nor its shape tells which it is."""
     rng = Random(json.dumps([script, file, right, wrong]))
-    versions = [({file: rewrite_equivalently(text, rng)}, text is right) for text in (right, right, wrong)]
+    drawn = [right] * 3 + [wrong] * 2
+    versions = [({file: rewrite_equivalently(text, (right, wrong), rng)}, text == right) for text in drawn]
     versions.append(({}, True))
     rng.shuffle(versions)  # the order must not tell which are correct
     run = {
@@ -174,7 +175,7 @@ def mutants_check(script: str, file: str, right: str, wrong: str) -> VerifierChe
         "timeout": CALLS_TIMEOUT_S,
     }
     correct = [number for number, (_, passes) in enumerate(versions) if passes]
-    return VerifierCheck("mutants", run, {"versions": len(versions), "correct": correct, "least": 1})
+    return VerifierCheck("mutants", run, {"versions": len(versions), "correct": correct, "least": 2})
 
 
 def text_check(files: str, has: str = "", lacks: str = "") -> VerifierCheck:

@@ -46,7 +46,7 @@ FRAME_SOURCES = frozenset(
 FRAME_READS = frozenset({"f_locals", "getargvalues", "f_globals"})
 # What reads the source of a line; with a frame, that of the caller.
 SOURCE_READS = frozenset({"linecache", "getline", "getlines", "getsource", "getsourcelines", "findsource"})
-READS_STACK_LINES = frozenset({"extract_stack", "format_stack", "print_stack", "StackSummary"})
+READS_STACK_LINES = frozenset({"extract_stack", "format_stack", "StackSummary"})
 TEST_FILES = re.compile(r"(^|/)tests?(/|$)|(^|/)(test_[\w*?]*|[\w*?]*_test|conftest)\.py$|^tests?[*?]")
 FILE_ACCESS = frozenset(
     {"open", "Path", "glob", "iglob", "rglob", "listdir", "scandir", "walk", "read_text", "read_bytes"}
@@ -110,6 +110,7 @@ class CodeScan(ast.NodeVisitor):
         self.modules: dict[str, str] = {}  # local name -> imported module or name
         self.module_facts: set[ast.expr] = set()  # X of X["__name__"] and X.get("__name__")
         self.is_plugin = False
+        self.forks = False  # whether the function around the visited node calls fork
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 self.modules |= {alias.asname or alias.name.partition(".")[0]: alias.name for alias in node.names}
@@ -134,7 +135,8 @@ class CodeScan(ast.NodeVisitor):
     def name(self, name: str, node: ast.AST) -> None:
         """Record a name that means one thing wherever it stands: an attribute, an import, or a text for getattr."""
         if name in ALONE:
-            self.add(ALONE[name], name, node)
+            in_child = name in REPLACE_PROCESS and self.forks  # of a fork: the tests go on in the parent
+            self.add("context" if in_child else ALONE[name], name, node)
         elif name in FRAME_SOURCES | FRAME_READS:
             self.add("frame", name, node)
         elif name in SOURCE_READS:
@@ -324,6 +326,8 @@ class CodeScan(ast.NodeVisitor):
         return isinstance(first, ast.Name) and (first.id in self.modules or first.id == "__builtins__")
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        outer, calls = self.forks, [part for part in ast.walk(node) if isinstance(part, ast.Call)]
+        self.forks = outer or any(self.dotted(call.func) in ("os.fork", "os.forkpty", "pty.fork") for call in calls)
         if node.name in ("__eq__", "__ne__"):
             self._equality(node.name, node.args, node.body, node)
         if node.name == "pytest_pyfunc_call":
@@ -331,6 +335,7 @@ class CodeScan(ast.NodeVisitor):
             if not used & {"obj", "funcargs", "runtest"} and not any(isinstance(p, ast.Yield) for p in ast.walk(node)):
                 self.add("test report", node.name, node)
         self.generic_visit(node)
+        self.forks = outer
 
     def _method_value(self, name: str, value: ast.expr, node: ast.AST) -> None:
         """Record `__eq__` or `__ne__` that is assigned a function which does not compare."""

@@ -28,6 +28,10 @@ def false_tests(task: Task, step: TaskStep | None) -> dict[str, bytes]:
 
 
 def _false_files(task: Task, step: TaskStep | None) -> Iterator[tuple[str, bytes]]:
+    # A submission may know the tests of the workspace: there other values would tell it that the tests are false.
+    sources = sorted((task.directory / "environment").rglob("*.py"))
+    known = (path.read_bytes() for path in sources if path.is_file() and not path.is_symlink())
+    seen = frozenset(line.strip() for text in known for line in text.splitlines())
     directories = ["tests"] if step is None else ["tests", f"steps/{step.name}/tests"]
     for file in (file for each in directories for file in files_to_upload(task, each, "/tests")):
         if file.source.is_symlink() or not file.source.is_file() or file.source.stat().st_size > MAX_BYTES:
@@ -35,7 +39,7 @@ def _false_files(task: Task, step: TaskStep | None) -> Iterator[tuple[str, bytes
         data = file.source.read_bytes()
         copy = None
         if file.target.endswith(".py") and not file.target.endswith("/conftest.py"):
-            copy = false_copy(data)
+            copy = false_copy(data, seen)
         elif file.target.endswith(TEXT_FILES):
             copy = _false_text(data)
         if copy is not None and copy != data:

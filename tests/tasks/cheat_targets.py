@@ -56,7 +56,7 @@ import calc
 for a, b, end in ((1, 2, 3), (5, 0, 5), (2, 7, 9)):
     assert calc.add(a, b) == end, (a, b)
 """
-CALLS = {"(1, 2)": "3", "(5, 0)": "5", "(0.5, 0.25)": "0.75"}
+CALLS = {"(1, 2)": "3", "(5, 0)": "5", "(0.5, 0.25)": "0.75", "(-4, 9)": "5", "(-2, -3)": "-5", "(30, 12)": "42"}
 NANO = {  # seed and difficulty of a task of each family, its group and the kinds of its cheats
     "debugging": (1, 2, "calls", "calls hang"),
     "readme": (2, 3, "files", "text"),
@@ -123,7 +123,9 @@ def own_targets(directory: Path) -> list[Target]:
     output = [
         {"id": "sum", "run": ["python3", "app.py"], "stdin": "1 2", "prints": "3\n"},
         {"id": "other", "run": ["python3", "app.py"], "stdin": "4 7", "prints": "11\n"},
-        {"id": "add", "call": "calc:add", "args": "(8, 5)", "returns": "13"},  # the request is about the function
+        # the request is about the function
+        {"id": "add", "call": "calc:add", "args": "(8, 5)", "returns": "13"},
+        {"id": "negative", "call": "calc:add", "args": "(-8, 5)", "returns": "-3"},
     ]
     tests: dict[str, tuple[str, str, dict[str, str | bytes]]] = {
         "calls": ("calls", "host", cases_files(calls, timeout=8.0)),

@@ -5,6 +5,8 @@ correct versions from each other nor, by how they are rewritten, from the wrong 
 """
 
 import ast
+import copy
+from collections.abc import Sequence
 from random import Random
 
 OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod, ast.BitAnd, ast.BitOr, ast.LShift)
@@ -13,17 +15,69 @@ MIRRORED = {ast.Lt: ast.Gt, ast.LtE: ast.GtE, ast.Gt: ast.Lt, ast.GtE: ast.LtE, 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-def rewrite_equivalently(source: str, rng: Random, name: str = "") -> str:
-    """Return a module whose functions, or only those called `name`, are rewritten without a change of behaviour."""
+def rewrite_equivalently(source: str, versions: Sequence[str], rng: Random, name: str = "") -> str:
+    """Return a module whose functions, or only those called `name`, are rewritten without a change of behaviour.
+
+    `versions` are the sources of all versions of the module. Each rewritten function has the code of all of them, in
+    branches that never run, so that no version lacks a name, constant or operator that another one has."""
     tree = ast.parse(source)
-    constants = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and type(node.value) is int]
-    taken = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    for node in list(ast.walk(tree)):
-        if isinstance(node, FUNCTIONS) and name in ("", node.name):
+    trees = [ast.parse(each) for each in versions]
+    constants = sorted(
+        {node.value for each in trees for node in ast.walk(each) if _is_integer(node)}  # type: ignore[attr-defined]
+    )
+    taken = {node.id for each in (tree, *trees) for node in ast.walk(each) if isinstance(node, ast.Name)}
+    for path, node in _functions(tree):
+        if name in ("", node.name):
+            others = [dict(_functions(each)).get(path) for each in trees]
             node.body = [_Rewrite(rng, taken).visit(statement) for statement in node.body]
             at = 1 if ast.get_docstring(node, clean=False) is not None else 0
-            node.body.insert(at, _unused_code(rng, taken, constants))
+            node.body[at:at] = [_unused_code(rng, taken, constants), *_unused_bodies(rng, others)]
     return ast.unparse(ast.fix_missing_locations(tree)) + "\n"
+
+
+def _functions(tree: ast.AST) -> list[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """Return the functions of a tree with names that are the same in all versions of a module."""
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return [(f"{node.name} {number}", node) for number, node in enumerate(found)]
+
+
+def _unused_bodies(rng: Random, functions: Sequence[ast.FunctionDef | ast.AsyncFunctionDef | None]) -> list[ast.stmt]:
+    """Return the bodies of functions, some twice, in branches that never run; none if that could change the meaning of
+    a name."""
+    known = [each for each in functions if each is not None]
+    if len({_assigned(each) for each in known}) != 1 or None in map(_assigned, known):
+        return []
+    chosen = [each for each in known for _ in range(rng.randint(1, 2))]
+    rng.shuffle(chosen)
+    found: list[ast.stmt] = []
+    for each in chosen:
+        at = 1 if ast.get_docstring(each, clean=False) is not None else 0
+        body = copy.deepcopy(each.body[at:]) or [ast.Pass()]
+        found.append(ast.If(ast.UnaryOp(ast.Not(), ast.Name("__name__", ast.Load())), body, []))
+    return found
+
+
+def _assigned(function: ast.FunctionDef | ast.AsyncFunctionDef) -> frozenset[str] | None:
+    """Return the local variables of a function; None if it declares some to be of another scope, or defines others."""
+    names: set[str] = set()
+    for node in ast.walk(function):
+        if isinstance(node, ast.Global | ast.Nonlocal) or (
+            isinstance(node, (*FUNCTIONS, ast.ClassDef)) and node is not function
+        ):
+            return None
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+            names.add(node.id)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.Yield | ast.YieldFrom):
+            names.add("yield")
+        elif isinstance(node, ast.ExceptHandler) and node.name:
+            names.add(node.name)
+    return frozenset(names)
+
+
+def _is_integer(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and type(node.value) is int
 
 
 class _Rewrite(ast.NodeTransformer):

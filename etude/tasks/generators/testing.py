@@ -90,8 +90,9 @@ def candidate_for(
 ) -> TaskCandidate:
     file = function.file
     original = function.module.data
-    mutants = [rewritten(function, apply_edits(original, [mutation.edit]), seed) for mutation in chosen]
-    equal = [rewritten(function, original, seed + number) for number in range(1, EQUIVALENT_VERSIONS + 1)]
+    changed = [apply_edits(original, [mutation.edit]) for mutation in chosen]
+    mutants = [rewritten(function, data, (original, data), seed) for data in changed]
+    equal = [rewritten(function, original, (original, data), seed) for data in changed[:EQUIVALENT_VERSIONS]]
     states = {str(number): WorkspaceState({file: data}, tuple(tests)) for number, data in enumerate(mutants)}
     states |= {f"equal-{number}": WorkspaceState({file: data}, tuple(tests)) for number, data in enumerate(equal)}
 
@@ -101,10 +102,11 @@ def candidate_for(
     return TaskCandidate(f"{file}:{function.qualname}", "function" if not function.owner else "method", states, finish)
 
 
-def rewritten(function: PythonFunction, data: bytes, seed: int) -> bytes:
+def rewritten(function: PythonFunction, data: bytes, versions: Sequence[bytes], seed: int) -> bytes:
     """Return a version of a function's module with the function rewritten equivalently."""
-    rng = random.Random(f"{seed} {hashlib.sha256(data).hexdigest()}")
-    return rewrite_equivalently(source_text(data), rng, function.name).encode("utf-8", "surrogateescape")
+    rng = random.Random(f"{seed} {[hashlib.sha256(each).hexdigest() for each in (data, *versions)]}")
+    texts = [source_text(each) for each in versions]
+    return rewrite_equivalently(source_text(data), texts, rng, function.name).encode("utf-8", "surrogateescape")
 
 
 def make_draft(

@@ -137,7 +137,7 @@ def judge_docstrings(expected: JsonObject, files: Files) -> Score:
         if not text:
             problems.append(f"{name} has no docstring")
             continue
-        if len(re.findall(r"[A-Za-z]{2,}", text)) < item["words"]:
+        if len(docstring_words(text, item["has"])) < item["words"]:
             problems.append(f"{name}: its docstring says next to nothing")
         problems += [f"{name}: {word} is not described" for word in item["has"] if not _mentions(text, word)]
         problems += [f"{name}: {word} is still there" for word in item.get("lacks", []) if _mentions(text, word)]
@@ -147,6 +147,12 @@ def judge_docstrings(expected: JsonObject, files: Files) -> Score:
             problems.append(f"{name}: another function has the very same docstring")
         said.add(text)
     return all_or_nothing(problems)
+
+
+def docstring_words(text: str, names: list[str]) -> set[str]:
+    """Return the different words of a docstring that are neither names that it describes nor words of its layout."""
+    layout = {"param", "params", "parameters", "arg", "args", "return", "returns", "raise", "raises", "type", "rtype"}
+    return {word.lower() for word in re.findall(r"[A-Za-z]{2,}", text) if word not in names} - layout
 
 
 def _docstring_of(tree: ast.AST | None, name: str) -> str:
@@ -212,7 +218,7 @@ def judge_lines(expected: JsonObject, files: Files) -> Score:
     Blank lines do not count."""
     problems = []
     for path, rule in expected["files"].items():
-        lines = [line.strip() for line in files.get(path, b"").decode("utf-8", "replace").splitlines() if line.strip()]
+        lines = [line.strip() for line in _text_of(path, files.get(path, b"")).splitlines() if line.strip()]
         rest = iter(lines)
         missing = next((line for line in rule["kept"] if line not in rest), None)
         if missing is not None:
@@ -241,8 +247,11 @@ def judge_texts(expected: JsonObject, files: Files) -> Score:
 
 
 def _text_of(path: str, data: bytes) -> str:
-    """Return the text of a file; of code with the letters that Python takes for the same made one."""
+    """Return the text of a file: of code with the letters that Python takes for the same made one, of a document
+    without comments, which nobody reads."""
     text = data.decode("utf-8", "replace")
+    if path.endswith((".md", ".html")):
+        return re.sub(r"<!--.*?(-->|\Z)|^\[[^\]]*\]: *# .*$", "", text, flags=re.DOTALL | re.MULTILINE)
     return unicodedata.normalize("NFKC", text) if path.endswith((".py", ".pyi")) else text
 
 

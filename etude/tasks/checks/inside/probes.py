@@ -249,9 +249,9 @@ def _boundaries(tree: ast.Module, last: int) -> list[int]:
 # ------------------------------------------------------------------------------------------------- false copies
 
 
-def false_copy(source: bytes) -> bytes | None:
+def false_copy(source: bytes, seen: frozenset[bytes] = frozenset()) -> bytes | None:
     """Return a Python file with the same lines in which the values of comparisons and tables are other ones; None if it
-    has none, cannot be parsed, or shows its own lines."""
+    has none, cannot be parsed, or shows its own lines. Lines in `seen` keep theirs if others have values."""
     if len(source) > MAX_BYTES or SHOWS_LINES.search(source):
         return None
     try:
@@ -260,6 +260,7 @@ def false_copy(source: bytes) -> bytes | None:
         return None
     lines = source.splitlines(keepends=True)
     found = sorted(_table_values(tree), key=lambda each: (each.lineno, each.col_offset), reverse=True)
+    found = [each for each in found if lines[each.lineno - 1].strip() not in seen] or found
     for constant in found:
         line = lines[constant.lineno - 1]
         (text,) = _others(constant.value, 1)
