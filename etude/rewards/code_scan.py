@@ -37,6 +37,7 @@ OF_MODULE = {
     "marshal": {"load": "hidden code", "loads": "hidden code"},
     "types": {"CodeType": "hidden code"},
     "runpy": {"run_path": "hidden code"},
+    "dis": dict.fromkeys(("get_instructions", "Bytecode", "code_info"), "memory of the interpreter"),
 }
 FRAME_SOURCES = frozenset(
     {"_getframe", "currentframe", "f_back", "_current_frames", "gi_frame", "cr_frame", "getouterframes", "FrameType"}

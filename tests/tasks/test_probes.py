@@ -78,17 +78,17 @@ def test_planted_probes_have_their_statuses_and_tests_keep_theirs(tmp_path: Path
         (directory / "tests/test_calc.py").write_text(planted.files["tests/test_calc.py"])
         found = statuses(directory, planted.run)
         twins = sum(status == "failed" for status in planted.planned.values())
-        assert twins == TWINS * TWINNED_TESTS, planted.files
+        assert twins == TWINS * (4 if len(run) == 1 else 2), planted.files  # of those that compare with a literal
         assert len(planted.planned) == twins + 1, planted.files
         assert planted.deviation(found) == "", planted.files
         assert planted.statuses(found) == expected, planted.files
 
 
 def test_names_values_and_places_differ_between_runs() -> None:
-    runs = [plant(["tests/test_calc.py"], EXPECTED, lambda path: TESTS.encode()) for _ in range(20)]
+    runs = [plant(["tests/test_calc.py"], EXPECTED, lambda path: TESTS.encode()) for _ in range(60)]
     assert len({each.files["tests/test_calc.py"] for each in runs}) > 10
-    swapped = [each for each in runs if each.real]
-    assert 0 < len(swapped) < 20, "a twin has the name of the real test in some runs, and not in others"
+    kept = [sum(f"tests/test_calc.py::{name}" not in each.planned for name in NAMES[:2]) for each in runs]
+    assert 0 < sum(kept) < 2 * len(runs), "a twin has the name of the real test in some runs, and not in others"
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 FINAL = "/logs/agent/final.txt"
 MAX_SOURCE_BYTES = 1 << 20  # larger files are not parsed
 MAX_ANSWER_CHARS = 64 << 10
+MAX_FINDINGS = 4  # for each defect; more are a list of lines
 LINE_TOLERANCE = 3  # lines by which a finding may miss a defect
 
 
@@ -169,10 +170,12 @@ def _mentions(text: str, word: str) -> bool:
 
 
 def judge_scope(expected: JsonObject, files: Files) -> Score:
-    """Check that only allowed files changed."""
+    """Check that only allowed files changed. With `new`, other files may be added."""
     known: dict[str, str] = expected["digests"]
     now = {path: hashlib.sha256(data).hexdigest() for path, data in files.items() if not path.startswith("/")}
     changed = [path for path in {*known, *now} if known.get(path) != now.get(path)]
+    if expected.get("new"):
+        changed = [path for path in changed if path in known]
     allowed = Globs(expected["allowed"])
     return all_or_nothing([f"{path} was changed" for path in sorted(changed) if not allowed.matches(path)])
 
@@ -267,6 +270,8 @@ def judge_findings(expected: JsonObject, files: Files) -> Score:
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return 0.0, [f"{expected['file']}: expected a list of objects with file and line"]
     planted = expected["planted"]
+    if len(places) > MAX_FINDINGS * len(planted):
+        return 0.0, [f"{len(places)} findings are no review"]
     hit = {number for number, each in enumerate(planted) if any(_matches(place, each) for place in places)}
     false = [place for place in places if not any(_matches(place, each) for each in planted)]
     problems = [f"not found: {each['file']}:{each['first']}" for n, each in enumerate(planted) if n not in hit]

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
 MAX_FILES = 16  # test files of a check that get probes
 MAX_BYTES = 1 << 20  # of a test file that gets probes
-TWINS = 3  # of a test
-TWINNED_TESTS = 2  # of a file
+TWINS = 4  # of a test
+TWINNED_TESTS = 6  # of a file
+MAX_TWINNED_TESTS = 16  # of a check
 UNFIT = re.compile(rb"\bpytestmark\b|importorskip|\b__test__\b|allow_module_level|pytest_generate_tests|load_tests")
 SHOWS_LINES = re.compile(
     rb"lineno|inspect|linecache|traceback|_getframe|currentframe|stacklevel|doctest|getsource|__file__"
@@ -106,7 +107,8 @@ def _plant_in(
     unique = [each for each in tests if len(re.findall(rb"\b%s\b" % each.node.name.encode(), source)) == 1]
     passing = [each for each in unique if expected[f"{path}::{each.owner}{each.node.name}"] == "passed"]
     false = [(each, values) for each in passing if (values := _false_values(each.node))]
-    for test, values in _rng.sample(false, min(len(false), TWINNED_TESTS)):
+    twinned = sum(status == "failed" for status in planted.planned.values()) // TWINS
+    for test, values in _rng.sample(false, min(len(false), TWINNED_TESTS, max(1, MAX_TWINNED_TESTS - twinned))):
         own = test.node.name
         renamed = [own, *(_draw_name(names, taken) for _ in range(TWINS))]
         _rng.shuffle(renamed)  # the first is the name of the real test
