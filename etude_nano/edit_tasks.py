@@ -184,7 +184,7 @@ def migrate(rng: Random, split: Split, difficulty: int) -> NanoTaskDraft | None:
         solution=changed,
         checks=(
             calls_check((*verifier_calls(cases, program), *hidden_calls(program))),
-            patterns_check(LEGACY_PATTERNS[kind], changed),
+            patterns_check(LEGACY_PATTERNS[kind], {**right, check.path: check.text}),
         ),
         plan=DemonstrationPlan(
             tuple(changed) if difficulty == 1 else tuple(repo),

@@ -14,7 +14,7 @@ from typing import Any
 
 from etude.tasks.checks import VerifierCheck, cases_check, check_files
 from etude.tasks.checks.equivalents import rewrite_equivalently
-from etude.tasks.checks.inside.patterns import modern_forms
+from etude.tasks.checks.inside.patterns import lines_with, modern_forms
 from etude.tasks.task import Category
 
 WORKSPACE = "/work"
@@ -146,11 +146,12 @@ def data_check(path: str, value: Any) -> VerifierCheck:
     return VerifierCheck("data", {}, {"files": {path: value}})
 
 
-def patterns_check(family: str, solution: Mapping[str, str]) -> VerifierCheck:
-    """Return a check that no legacy form is left, in any spelling, and that the solved files have the modern form as
-    often as the solution."""
-    least = {path: modern_forms(family, ast.parse(text)) for path, text in solution.items()}
-    return VerifierCheck("patterns", {}, {"family": family, "files": {}, "others": 0, "least": least})
+def patterns_check(family: str, solved: Mapping[str, str]) -> VerifierCheck:
+    """Return a check that files have no more legacy forms, in any spelling, and no fewer modern ones than solved."""
+    trees = {path: ast.parse(text) for path, text in solved.items()}
+    allowed = {path: len(lines_with(family, tree)) for path, tree in trees.items()}
+    least = {path: modern_forms(family, tree) for path, tree in trees.items()}
+    return VerifierCheck("patterns", {}, {"family": family, "files": allowed, "others": 0, "least": least})
 
 
 def code_check(files: Mapping[str, str]) -> VerifierCheck:

@@ -23,7 +23,7 @@ FORMAT_METHODS = ("format", "format_map", "vformat", "substitute", "safe_substit
 
 
 def text_formatting(tree: ast.AST) -> Iterator[ast.AST]:
-    """`"..." % x`, `x.format(...)` and other functions that fill in a text: replaced by f-strings"""
+    """`"..." % x`, `x.format(...)` and other ways to fill in a text, without fields: replaced by f-strings"""
     texts = _names_of(tree, _is_string)
     yield from _spellings(tree, ("__mod__", "__rmod__", "__imod__"), ("mod", "imod"))
     for node in ast.walk(tree):
@@ -31,8 +31,14 @@ def text_formatting(tree: ast.AST) -> Iterator[ast.AST]:
             left = node.left if isinstance(node, ast.BinOp) else node.target
             if _is_string(left) or (isinstance(left, ast.Name) and left.id in texts):
                 yield node
-        elif (isinstance(node, ast.Attribute) and node.attr in FORMAT_METHODS) or (
-            isinstance(node, ast.Name) and node.id == "format" and isinstance(node.ctx, ast.Load)
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+            sides = (node.left, node.right)
+            if any(map(_is_string, sides)) and not any(map(_fields, ast.walk(node))):
+                yield node
+        elif (
+            (isinstance(node, ast.Attribute) and node.attr == "join" and _is_string(node.value))
+            or (isinstance(node, ast.Attribute) and node.attr in FORMAT_METHODS)
+            or (isinstance(node, ast.Name) and node.id == "format" and isinstance(node.ctx, ast.Load))
         ):
             yield node
 
