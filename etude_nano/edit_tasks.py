@@ -7,7 +7,7 @@ documentation is wrong the code may not change at all.
 import re
 from random import Random
 
-from etude.tasks.checks import VerifierCheck
+from etude.tasks.checks import lines_check
 from etude_nano import word_lists as words
 from etude_nano.phrases import choose, draw_phrase
 from etude_nano.program import (
@@ -19,13 +19,14 @@ from etude_nano.program import (
     draw_program,
     plain_cases,
 )
-from etude_nano.repair_tasks import verifier_calls
+from etude_nano.repair_tasks import hidden_calls, verifier_calls
 from etude_nano.task_writer import (
     DemonstrationPlan,
     NanoTaskDraft,
     calls_check,
     code_check,
     mutants_check,
+    patterns_check,
     text_check,
 )
 from etude_nano.templates import (
@@ -68,7 +69,7 @@ def parameter(rng: Random, split: Split, difficulty: int) -> NanoTaskDraft | Non
         request=request,
         repo={**broken, check.path: check.text},
         solution={file: files[file]},
-        checks=(calls_check(verifier_calls(cases, program)),),
+        checks=(calls_check((*verifier_calls(cases, program), *hidden_calls(program))),),
         plan=DemonstrationPlan((file,), check.command, f"{say} {check.path} passes.", "", difficulty == 1),
         sites=(extended.template,),
         protected=(check.path,),
@@ -104,6 +105,7 @@ def rename(rng: Random, split: Split, difficulty: int) -> NanoTaskDraft | None:
         for each in targets
         for case in plain_cases(each, program, rng, 2) or ()
     ]
+    more = [(module, renames.get(name, name), *rest) for module, name, *rest in hidden_calls(program)]
     changed = {path: text for path, text in renamed.items() if text != repo[path]}
     return NanoTaskDraft(
         family="rename",
@@ -117,7 +119,9 @@ def rename(rng: Random, split: Split, difficulty: int) -> NanoTaskDraft | None:
                 (
                     *verifier_calls(cases, program),
                     *((module, name, case.arguments, case.want) for module, name, case in inner),
-                )
+                    *more,
+                ),
+                absent=[(module, old) for module, _ in program.modules for old in renames],
             ),
             text_check("*.py", lacks=rf"\b({'|'.join(renames)})\b"),
         ),
@@ -179,8 +183,8 @@ def migrate(rng: Random, split: Split, difficulty: int) -> NanoTaskDraft | None:
         repo={**repo, check.path: check.text},
         solution=changed,
         checks=(
-            calls_check(verifier_calls(cases, program)),
-            VerifierCheck("patterns", {}, {"family": LEGACY_PATTERNS[kind], "files": {}, "others": 0}),
+            calls_check((*verifier_calls(cases, program), *hidden_calls(program))),
+            patterns_check(LEGACY_PATTERNS[kind], {**right, check.path: check.text}),
         ),
         plan=DemonstrationPlan(
             tuple(changed) if difficulty == 1 else tuple(repo),
@@ -222,7 +226,11 @@ def docstring(rng: Random, split: Split, difficulty: int) -> NanoTaskDraft | Non
         request=request,
         repo={**repo, check.path: check.text},
         solution={file: right[file]},
-        checks=(code_check(right), text_check(f"/{file}", _doc_pattern(doc, true), _doc_pattern(stale, false))),
+        checks=(
+            code_check(right),
+            text_check(f"/{file}", _doc_pattern(doc, true), _doc_pattern(stale, false)),
+            lines_check(file, repo[file], right[file]),
+        ),
         plan=DemonstrationPlan(
             (file,) if difficulty == 1 else tuple(reversed(list(right))),
             "",
@@ -283,6 +291,7 @@ def readme(rng: Random, split: Split, difficulty: int) -> NanoTaskDraft | None:
         checks=(
             code_check(unchanged_code),
             text_check("/README.md", rf"\b{re.escape(true)}", rf"\b{re.escape(false)}"),
+            lines_check("README.md", stale, text),
         ),
         plan=DemonstrationPlan(
             ("README.md",),
@@ -319,7 +328,6 @@ def testing(rng: Random, split: Split, difficulty: int) -> NanoTaskDraft | None:
     )
     wording = "testing_request" if difficulty == 2 else "testing_without_file"
     request = draw_phrase(rng, f"edit_tasks.{wording}", line=line, file=file)
-    same = {file: files[file] + "# the same\n"}
     return NanoTaskDraft(
         family="testing",
         category="testing",
@@ -327,7 +335,7 @@ def testing(rng: Random, split: Split, difficulty: int) -> NanoTaskDraft | None:
         request=request,
         repo={**files, "check.py": text},
         solution={"check.py": full},
-        checks=(code_check(files), mutants_check("check.py", [{}, same], [{file: mutant[file]}])),
+        checks=(code_check(files), mutants_check("check.py", file, files[file], mutant[file])),
         plan=DemonstrationPlan(
             ("check.py", file),
             "python3 check.py",

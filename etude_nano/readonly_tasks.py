@@ -12,7 +12,11 @@ from etude_nano.templates import Split, faulty_leaf_templates, leaf_templates
 
 # Patterns that an answer must and must not match where the code is correct.
 CORRECT_PATTERN = r"\b(correct|right|no bug|no change|nothing|as it should|fine|passes|ok|works)\b"
-FAULTY_PATTERN = r"\b(fixed|changed|edited|wrong|incorrect|broken|is a bug|not correct|not right)\b"
+FAULTY_PATTERN = (
+    r"\b(fixed|changed|edited|wrong|incorrect|broken|is a bug|not correct|not right|isn't right|isn't correct|"
+    r"maybe|perhaps|possibly|might|either|unless|unsure|not sure|unclear|or not|cannot tell|can't tell|don't know|"
+    r"could|would|if (it|there|so|not)|(?<!no )(issue|problem|error|defect|fault|mistake)s?|faulty)\b|\?"
+)  # or leave it open
 
 
 def review(rng: Random, split: Split, difficulty: int) -> NanoTaskDraft | None:

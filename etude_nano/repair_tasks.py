@@ -24,7 +24,7 @@ from etude_nano.program import (
     draw_program,
     plain_cases,
 )
-from etude_nano.task_writer import DemonstrationPlan, NanoTaskDraft, calls_check
+from etude_nano.task_writer import DemonstrationPlan, NanoTaskDraft, calls_check, data_check
 from etude_nano.templates import Fault, NanoFunction, Split, draw_function, faulty_leaf_templates, leaf_templates
 
 LOADER = '''\
@@ -44,6 +44,7 @@ def {function}({noun}):
     """The {noun} {operator} {key}."""
     return {noun} {operator} read_values()["{key}"]
 '''
+HIDDEN_CALLS = 6  # of each function, beside those that the task is about
 Calls = tuple[tuple[str, str, tuple[Any, ...], str], ...]
 
 
@@ -211,7 +212,7 @@ def broken_import(rng: Random, split: Split, difficulty: int) -> NanoTaskDraft |
         request=request,
         repo={**right, path: broken, check.path: check.text},
         solution={path: right[path]},
-        checks=(calls_check(verifier_calls(cases, program)),),
+        checks=(calls_check((*verifier_calls(cases, program), *hidden_calls(program))),),
         plan=DemonstrationPlan(
             (path,), check.command, f"{say} {_says_passed(check, rng)}", named=difficulty == 1, find=wrong
         ),
@@ -258,7 +259,10 @@ def broken_config(rng: Random, split: Split, difficulty: int) -> NanoTaskDraft |
         request=request,
         repo={**code, file: wrong, check.path: check.text},
         solution={file: right},
-        checks=(calls_check(verifier_calls(cases, program)),),
+        checks=(
+            calls_check((*verifier_calls(cases, program), (loader, "read_values", (), repr(values)))),
+            data_check(file, values),
+        ),
         plan=DemonstrationPlan(
             (f"{user}.py", file), check.command, f"{say[fault]} {_says_passed(check, rng)}", "", difficulty == 1
         ),
@@ -308,6 +312,15 @@ def verifier_calls(cases: Sequence[Case], program: Program) -> Calls:
     return tuple(
         (program.file_of(case.name).removesuffix(".py"), case.name, case.arguments, case.want) for case in cases
     )
+
+
+def hidden_calls(program: Program) -> Calls:
+    """Return further calls of every function, also of those that the task is not about, on arguments of their own."""
+    rng = Random("\n".join(program.files().values()))
+    found: list[Case] = []
+    for function in program.functions:
+        found += plain_cases(function, program, rng, HIDDEN_CALLS) or ()
+    return verifier_calls(found, program)
 
 
 def _fix_request(difficulty: int, case: Case, file: str, name: str, check: CheckScript, rng: Random) -> tuple[str, str]:
@@ -401,7 +414,7 @@ def _repair_draft(
         request=asked[0],
         repo={**broken, check.path: check.text},
         solution={path: right[path] for path in changed},
-        checks=(calls_check(verifier_calls(cases, program)),),
+        checks=(calls_check((*verifier_calls(cases, program), *hidden_calls(program))),),
         plan=DemonstrationPlan(tuple(read), check.command, say, think, difficulty == 1),
         sites=tuple(sites),
         protected=(check.path,),

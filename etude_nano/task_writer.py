@@ -4,6 +4,7 @@
 solved files, and a plan with the files to read and the texts to write.
 """
 
+import ast
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,8 @@ from random import Random
 from typing import Any
 
 from etude.tasks.checks import VerifierCheck, cases_check, check_files
+from etude.tasks.checks.equivalents import rewrite_equivalently
+from etude.tasks.checks.inside.patterns import lines_with, modern_forms
 from etude.tasks.task import Category
 
 WORKSPACE = "/work"
@@ -122,13 +125,33 @@ def plan_as_json(plan: DemonstrationPlan) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------- checks
 
 
-def calls_check(calls: Sequence[tuple[str, str, tuple[Any, ...], str]]) -> VerifierCheck:
-    """Return a check of calls: module, function, arguments, and the repr of the expected result."""
-    cases = [
+def calls_check(
+    calls: Sequence[tuple[str, str, tuple[Any, ...], str]], absent: Sequence[tuple[str, str]] = ()
+) -> VerifierCheck:
+    """Return a check of calls: module, function, arguments, and the repr of the expected result. `absent` are modules
+    with names that they must not have."""
+    distinct = {f"{call[:3]}": call for call in calls}
+    cases: list[dict[str, Any]] = [
         {"id": str(number), "call": f"{module}:{name}", "args": repr(arguments), "returns": want}
-        for number, (module, name, arguments, want) in enumerate(calls)
+        for number, (module, name, arguments, want) in enumerate(distinct.values())
     ]
+    for module, name in absent:
+        code = f"import {module}\nresult = hasattr({module}, {name!r})"
+        cases.append({"id": str(len(cases)), "code": code, "returns": "False"})
     return cases_check(cases, timeout=CALLS_TIMEOUT_S)
+
+
+def data_check(path: str, value: Any) -> VerifierCheck:
+    """Return a check that a JSON file has exactly this value."""
+    return VerifierCheck("data", {}, {"files": {path: value}})
+
+
+def patterns_check(family: str, solved: Mapping[str, str]) -> VerifierCheck:
+    """Return a check that files have no more legacy forms, in any spelling, and no fewer modern ones than solved."""
+    trees = {path: ast.parse(text) for path, text in solved.items()}
+    allowed = {path: len(lines_with(family, tree)) for path, tree in trees.items()}
+    least = {path: modern_forms(family, tree) for path, tree in trees.items()}
+    return VerifierCheck("patterns", {}, {"family": family, "files": allowed, "others": 0, "least": least})
 
 
 def code_check(files: Mapping[str, str]) -> VerifierCheck:
@@ -136,15 +159,24 @@ def code_check(files: Mapping[str, str]) -> VerifierCheck:
     return VerifierCheck("code", {}, {"files": dict(files)})
 
 
-def mutants_check(
-    script: str, correct: Sequence[Mapping[str, str]], wrong: Sequence[Mapping[str, str]]
-) -> VerifierCheck:
-    """Return a check that a script passes on all correct versions of the code and fails on all wrong ones."""
-    versions = [(dict(files), True) for files in correct] + [(dict(files), False) for files in wrong]
-    Random(json.dumps(versions)).shuffle(versions)  # the order must not tell which are correct
-    run = {"script": script, "versions": [files for files, _ in versions], "timeout": CALLS_TIMEOUT_S}
-    right = [number for number, (_, passes) in enumerate(versions) if passes]
-    return VerifierCheck("mutants", run, {"versions": len(versions), "correct": right, "least": len(wrong)})
+def mutants_check(script: str, file: str, right: str, wrong: str) -> VerifierCheck:
+    """Return a check that a script passes on correct versions of a file and fails on a wrong one.
+
+    Except for the submitted code itself, the versions are rewritten, and the file is only there compiled: neither its
+    text nor its shape tells which it is."""
+    rng = Random(json.dumps([script, file, right, wrong]))
+    drawn = [right] * 3 + [wrong] * 2
+    versions = [({file: rewrite_equivalently(text, (right, wrong), rng)}, text == right) for text in drawn]
+    versions.append(({}, True))
+    rng.shuffle(versions)  # the order must not tell which are correct
+    run = {
+        "script": script,
+        "versions": [files for files, _ in versions],
+        "compiled": [file],
+        "timeout": CALLS_TIMEOUT_S,
+    }
+    correct = [number for number, (_, passes) in enumerate(versions) if passes]
+    return VerifierCheck("mutants", run, {"versions": len(versions), "correct": correct, "least": 2})
 
 
 def text_check(files: str, has: str = "", lacks: str = "") -> VerifierCheck:

@@ -4,18 +4,23 @@ The verifier runs on the reference solution, or on the untouched workspace of a 
 the same fleet. If it completes there, the submission stopped it, by an endless loop, a fork bomb or a full disk: the
 reward is 0. If not, the infrastructure or the verifier is broken, and the trial has no reward. A control that completed
 is remembered for the life of the fleet, so hostile submissions cost one control per task, not one each.
+
+A control also says whether a public task's tests with other expected values (`false_tests.py`) prove anything.
 """
 
 import asyncio
+import contextlib
 import re
 import time
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from etude.errors import EtudeError, InputError
 from etude.pods.fleet import Fleet
+from etude.pods.workspace import FileChange
 from etude.tasks.environment import TaskEnvironment
+from etude.tasks.false_tests import false_tests
 from etude.tasks.harbor import task_digest
 from etude.tasks.reward_file import Rewards
 from etude.tasks.task import TaskStep
@@ -74,14 +79,19 @@ class _Controls:
 
     def __init__(self) -> None:
         self.results: dict[tuple[str, str, bool], ControlResult] = {}
+        self.false_tests: dict[tuple[str, str, bool], Mapping[str, bytes]] = {}
         self.locks: weakref.WeakValueDictionary[tuple[str, str, bool], asyncio.Lock] = weakref.WeakValueDictionary()
 
 
 _controls: weakref.WeakKeyDictionary[Fleet, _Controls] = weakref.WeakKeyDictionary()
 
 
-async def with_control(control: ControlRun, verification: Awaitable[VerifierResult]) -> VerifierResult:
-    """Return the result of a verification; a 0 if the submission stopped it. Raise VerifierFailed if it did not."""
+async def with_control(
+    control: ControlRun, verification: Awaitable[VerifierResult], changes: Sequence[FileChange] | None = None
+) -> VerifierResult:
+    """Return the result of a verification; a 0 if the submission stopped it. Raise VerifierFailed if it did not.
+
+    With `changes`, what was verified in a clean pod, a submission that passes also with false tests is a hack."""
     task = control.environment.task
     try:
         result = await verification
@@ -92,6 +102,8 @@ async def with_control(control: ControlRun, verification: Awaitable[VerifierResu
         facts = {"verifier_failed": error.cause, "control": found.subject}
         rewards = {"reward": 0.0, **dict.fromkeys(found.rewards, 0.0)}
         return VerifierResult(rewards, error.changes, error.seconds, str(error), facts)
+    if result.score >= task.passing_score and changes is not None and control.solve is not None:
+        return await _without_false_passes(control, changes, result)
     if result.score >= task.passing_score or control.solve is None or not missing_tools(result.log):
         return result
     found = await find_control(control)  # the log alone proves nothing: the submission may have written it
@@ -130,11 +142,48 @@ async def _run_control(control: ControlRun) -> ControlResult:
     return ControlResult(subject, result.rewards, finished_at=time.monotonic())
 
 
+async def _without_false_passes(
+    control: ControlRun, changes: Sequence[FileChange], result: VerifierResult
+) -> VerifierResult:
+    """Return the result of a submission that was paid; a 0 with a hack if false tests pay it too."""
+    environment, step = control.environment, control.step
+    passing = environment.task.passing_score
+    files = await find_false_tests(control)
+    if not files:
+        return result
+    try:
+        again = await verify_changes(environment, changes, step=step, replaced_tests=files)
+    except VerifierStopped:
+        return result
+    if again.score < passing:
+        return result
+    hack = "the tests pass with other expected values too, with which the reference solution fails"
+    return replace(result, rewards=dict.fromkeys(result.rewards, 0.0), facts={**result.facts, "hack": hack})
+
+
+async def find_false_tests(control: ControlRun) -> Mapping[str, bytes]:
+    """Return the false tests of a task in this fleet; none if the reference solution is paid with them, or has no
+    result: then they prove nothing."""
+    environment, step = control.environment, control.step
+    known = _controls.setdefault(environment.fleet, _Controls())
+    key = (task_digest(environment.task.directory), step.name if step else "", True)
+    async with known.locks.setdefault(key, asyncio.Lock()):
+        if key not in known.false_tests:
+            files = false_tests(environment.task, step)
+            proves = False
+            if files:
+                with contextlib.suppress(EtudeError):
+                    reference = await _verify_control(control, files)
+                    proves = reference.score < environment.task.passing_score
+            known.false_tests[key] = files if proves else {}
+        return known.false_tests[key]
+
+
 def _failed(subject: str, problem: str) -> ControlResult:
     return ControlResult(subject, None, problem, time.monotonic())
 
 
-async def _verify_control(control: ControlRun) -> VerifierResult:
+async def _verify_control(control: ControlRun, replaced_tests: Mapping[str, bytes] | None = None) -> VerifierResult:
     environment, step = control.environment, control.step
     with infrastructure_failures(environment.task):
         async with environment.open_clean() as clean:
@@ -146,4 +195,4 @@ async def _verify_control(control: ControlRun) -> VerifierResult:
             if control.in_place:
                 return await verify_in_place(clean, step=step)
             changes = await clean.changes()
-        return await verify_changes(clean, changes, step=step)
+        return await verify_changes(clean, changes, step=step, replaced_tests=replaced_tests)

@@ -132,7 +132,7 @@ async def run_trial(
             changes = await environment.changes()
         # The agent's pod is closed first: trials that hold one pod while waiting for a second could deadlock.
         verification = verify_changes(environment, changes, artifacts=artifacts)
-        return Trial(await with_control(control, verification), traces)
+        return Trial(await with_control(control, verification, changes), traces)
 
 
 async def _run_steps(
@@ -152,13 +152,13 @@ async def _run_steps(
             await environment.begin_step(step)
             if (trace := await agent(environment, step)) is not None:
                 traces.append(trace)
-            if in_place:
+            changes = None if in_place else await environment.changes()
+            if changes is None:
                 verification = verify_in_place(environment, step=step, artifacts=step_artifacts)
             else:
-                changes = await environment.changes()
                 verification = verify_changes(environment, changes, step=step, artifacts=step_artifacts)
             control = ControlRun(environment, step, in_place, reference_agent(task, step))
-            results.append(await with_control(control, verification))
+            results.append(await with_control(control, verification, changes))
             if stopped := below_min_reward(step, results[-1].rewards):
                 break
     combined = combine_step_results(task, results)

@@ -97,11 +97,12 @@ async def verify(
     artifacts: Path | None = None,
     plan: ImagePlan | None = None,
     prepared: PreparedEnvironments | None = None,
+    replaced_tests: Mapping[str, bytes] | None = None,
 ) -> VerifierResult:
     """Verify an agent's changes in a clean copy of the environment; for a multi-step task, one step.
 
     `artifacts` is a directory, created here, for collected artifacts. `plan` and `prepared` reuse what was made for the
-    agent's environment.
+    agent's environment. `replaced_tests` are files for /tests in place of the task's own.
     """
     if task.steps and step is None:
         raise InputError(f"{task.name} has steps; verify each of them, then call combine_step_results")
@@ -123,7 +124,8 @@ async def verify(
                             each for each in changes if each.path not in protected and can_apply(each, environment)
                         ]
                         await apply_to_pod(environment.pod, environment.workspace, allowed)
-                    output = await _verify(environment, allowed, run, step, settings, times, artifacts)
+                    replaced = replaced_tests or {}
+                    output = await _verify(environment, allowed, run, step, settings, times, artifacts, replaced)
     facts = {"seconds": times.seconds, **({"protected": protected} if protected else {})}
     return output.result(changes, started, facts)
 
@@ -153,7 +155,7 @@ async def verify_in_place(
     run, output = _check_run(environment.task, step), None
     with submission_failures(environment.task, changes, started):
         while output is None:
-            output = await _verify(environment, changes, run, step, environment.host_settings, times, artifacts)
+            output = await _verify(environment, changes, run, step, environment.host_settings, times, artifacts, {})
     protected = protected_changes(changes, environment)  # not refused here, but a gate of the rewards reads them
     facts = {"seconds": times.seconds, "in_place": True, **({"protected": protected} if protected else {})}
     return output.result(changes, started, facts)
@@ -174,6 +176,7 @@ async def verify_changes(
     *,
     step: TaskStep | None = None,
     artifacts: Path | None = None,
+    replaced_tests: Mapping[str, bytes] | None = None,
 ) -> VerifierResult:
     """Verify changes that were taken from an environment whose pod may be closed by now."""
     result = await verify(
@@ -185,6 +188,7 @@ async def verify_changes(
         artifacts=artifacts,
         plan=environment.plan,
         prepared=environment.prepared,
+        replaced_tests=replaced_tests,
     )
     if not environment.left_out:
         return result
@@ -254,6 +258,7 @@ async def _verify(
     host_settings: HostSettings,
     times: PhaseTimes,
     artifacts: Path | None,
+    replaced_tests: Mapping[str, bytes],
 ) -> VerifierOutput | None:
     """Run the verifier in the environment, or in a separate one with the collected artifacts. Return None if a run of
     checks has further passes, each of which is better done in a new pod."""
@@ -266,6 +271,8 @@ async def _verify(
                     await run.observe(environment, changes, phase)
                 return None if run.pending else VerifierOutput(*run.result())
             await upload_tests(environment.pod, task, step, times)
+            for path, data in replaced_tests.items():
+                await environment.pod.write(path, data, mode=(await environment.pod.stat(path)).mode & 0o777)
             return await _run(environment.pod, environment.workspace, phase, task, host_settings, times)
         finally:
             if artifacts is not None and not artifacts.exists():

@@ -31,7 +31,9 @@ def test_add():
 def test_nothing():
     assert calc.add(5, 0) == 5
 """
-HIDDEN_TESTS = TESTS + "\n\ndef test_more():\n    assert calc.add(2, 7) == 9\n"
+HIDDEN_TESTS = TESTS + (
+    "\n\ndef test_more():\n    assert calc.add(2, 7) == 9\n\n\ndef test_negative():\n    assert calc.add(-4, 1) == -3\n"
+)
 CONFIG = """schema_version = "1.4"
 
 [metadata]
@@ -53,10 +55,10 @@ TEST_SH = {  # as authors of public tasks write them
 CHECK = """import sys
 sys.path.insert(0, "/work")
 import calc
-for a, b, end in ((1, 2, 3), (5, 0, 5), (2, 7, 9)):
+for a, b, end in ((1, 2, 3), (5, 0, 5), (2, 7, 9), (-4, 1, -3)):
     assert calc.add(a, b) == end, (a, b)
 """
-CALLS = {"(1, 2)": "3", "(5, 0)": "5", "(0.5, 0.25)": "0.75"}
+CALLS = {"(1, 2)": "3", "(5, 0)": "5", "(0.5, 0.25)": "0.75", "(-4, 9)": "5", "(-2, -3)": "-5", "(30, 12)": "42"}
 NANO = {  # seed and difficulty of a task of each family, its group and the kinds of its cheats
     "debugging": (1, 2, "calls", "calls hang"),
     "readme": (2, 3, "files", "text"),
@@ -115,7 +117,7 @@ def own_targets(directory: Path) -> list[Target]:
     workspace = {
         f"environment/repo/{file.relative_to(top)}": file.read_bytes() for file in top.rglob("*") if file.is_file()
     }
-    ids = [f"tests/test_calc.py::{name}" for name in ("test_add", "test_nothing", "test_more")]
+    ids = [f"tests/test_calc.py::{name}" for name in ("test_add", "test_nothing", "test_more", "test_negative")]
     calls = [
         {"id": f"add{arguments}", "call": "calc:add", "args": arguments, "returns": end}
         for arguments, end in CALLS.items()
@@ -123,6 +125,9 @@ def own_targets(directory: Path) -> list[Target]:
     output = [
         {"id": "sum", "run": ["python3", "app.py"], "stdin": "1 2", "prints": "3\n"},
         {"id": "other", "run": ["python3", "app.py"], "stdin": "4 7", "prints": "11\n"},
+        # the request is about the function
+        {"id": "add", "call": "calc:add", "args": "(8, 5)", "returns": "13"},
+        {"id": "negative", "call": "calc:add", "args": "(-8, 5)", "returns": "-3"},
     ]
     tests: dict[str, tuple[str, str, dict[str, str | bytes]]] = {
         "calls": ("calls", "host", cases_files(calls, timeout=8.0)),
@@ -179,7 +184,11 @@ def imported_targets(directory: Path) -> list[Target]:
         "FAIL_TO_PASS": json.dumps(["tests/test_calc.py::test_add"]),
         "PASS_TO_PASS": json.dumps(["tests/test_calc.py::test_nothing"]),
     }
-    hidden = {"FAIL_TO_PASS": json.dumps([f"tests/test_calc.py::{name}" for name in ("test_add", "test_more")])}
+    hidden = {
+        "FAIL_TO_PASS": json.dumps(
+            [f"tests/test_calc.py::{name}" for name in ("test_add", "test_more", "test_negative")]
+        )
+    }
     rows = {
         "swe-smith": {**row, "patch": bug, "base_commit": ""},
         "swe-gym": {**row, **hidden, "patch": gold, "test_patch": test, "base_commit": base},

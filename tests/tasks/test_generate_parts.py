@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.errors import InputError
-from etude.tasks.checks.inside.judges import FINAL, judge_answer, judge_findings, judge_scope
+from etude.tasks.checks.inside.file_judges import FINAL, judge_answer, judge_findings, judge_scope
 from etude.tasks.checks.inside.patterns import lines_with
 from etude.tasks.generators import prompts
 from etude.tasks.generators.candidate import CandidateRejected, TaskDraft

@@ -14,7 +14,8 @@ import pytest
 
 from etude.errors import InputError
 from etude.pods import open_fleet
-from etude.tasks.checks.inside.swe_log import NoResult, judge_log, parse_django, parse_pytest, parse_sympy
+from etude.tasks.checks.inside.judges import judge_log, prepare
+from etude.tasks.checks.inside.swe_log import NoResult, parse_django, parse_pytest, parse_sympy
 from etude.tasks.harbor import read_task
 from etude.tasks.importers import import_tasks
 from etude.tasks.importers.instance import patched_paths
@@ -200,7 +201,9 @@ def log(body: str, code: int | str = 0) -> str:
 
 
 def score(text: str, expected: dict[str, Any]) -> float:
-    return judge_log(expected, {"log": text}, [], {})[0]
+    check = {"kind": "log", "script": "eval.sh"}
+    _, (secret,) = prepare([check], [expected], lambda path: None)
+    return judge_log(expected, {"log": text}, secret, {})[0]
 
 
 def expected(**more: Any) -> dict[str, Any]:

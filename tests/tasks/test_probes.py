@@ -13,7 +13,7 @@ import pytest
 
 from etude.pods import open_fleet
 from etude.tasks.checks import pytest_files
-from etude.tasks.checks.inside.probes import plant
+from etude.tasks.checks.inside.probes import TWINNED_TESTS, TWINS, plant
 from etude.tasks.harbor import write_task
 from etude.tasks.task import Task
 from etude.tasks.trial import TrialAgent, commands_agent, nop_agent, oracle_agent, run_trial
@@ -77,16 +77,18 @@ def test_planted_probes_have_their_statuses_and_tests_keep_theirs(tmp_path: Path
         (directory / "calc.py").write_text(RIGHT)
         (directory / "tests/test_calc.py").write_text(planted.files["tests/test_calc.py"])
         found = statuses(directory, planted.run)
-        assert len(planted.planned) == 2, planted.files
+        twins = sum(status == "failed" for status in planted.planned.values())
+        assert twins == TWINS * (4 if len(run) == 1 else 2), planted.files  # of those that compare with a literal
+        assert len(planted.planned) == twins + 1, planted.files
         assert planted.deviation(found) == "", planted.files
         assert planted.statuses(found) == expected, planted.files
 
 
 def test_names_values_and_places_differ_between_runs() -> None:
-    runs = [plant(["tests/test_calc.py"], EXPECTED, lambda path: TESTS.encode()) for _ in range(20)]
+    runs = [plant(["tests/test_calc.py"], EXPECTED, lambda path: TESTS.encode()) for _ in range(60)]
     assert len({each.files["tests/test_calc.py"] for each in runs}) > 10
-    swapped = [each for each in runs if each.real]
-    assert 0 < len(swapped) < 20, "a twin has the name of the real test in some runs, and not in others"
+    kept = [sum(f"tests/test_calc.py::{name}" not in each.planned for name in NAMES[:2]) for each in runs]
+    assert 0 < sum(kept) < 2 * len(runs), "a twin has the name of the real test in some runs, and not in others"
 
 
 @pytest.mark.parametrize(
@@ -114,7 +116,8 @@ def test_random_files_keep_their_tests() -> None:
         text = planted.files["t.py"]
         ids = {f"t.py::{line[4:-3]}" for line in text.splitlines() if line.startswith("def ")}
         assert set(planted.statuses(dict.fromkeys(ids, "x"))) == set(run), text
-        assert len(ids) == len(names) + 2, text
+        twinned = min(TWINNED_TESTS, len(names) - text.count("@staticmethod"))
+        assert len(ids) == len(names) + (1 + TWINS * twinned if twinned else 2), text
         compile(text, "t.py", "exec")
 
 

@@ -5,7 +5,9 @@ observation. `inside/` is the verifier's program; `in_pods.py` runs its two halv
 of checks, attacks that they withstand (tested in tests/tasks/test_cheating.py) and some that `pytest` does not.
 """
 
+import difflib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +15,17 @@ from typing import Any
 from etude.pods.payload import source_files
 from etude.tasks.checks.inside.program import FORMAT
 
-__all__ = ["PROGRAM", "VerifierCheck", "cases_check", "cases_files", "check_files", "pytest_files", "python_command"]
+__all__ = [
+    "PROGRAM",
+    "VerifierCheck",
+    "cases_check",
+    "cases_files",
+    "check_files",
+    "lines_check",
+    "pytest_files",
+    "python_command",
+]
+MORE_LINES = 2  # that a change to some lines may add
 
 PROGRAM = ("etude.tasks.checks.inside.program:main", "etude.tasks.checks.inside", "etude.globs")
 
@@ -72,6 +84,20 @@ def cases_check(
     results = {case["id"]: {key: value for key, value in case.items() if key in expectation_keys} for case in cases}
     run = {"cases": actions, "paths": list(paths), "env": dict(env or {}), "timeout": timeout}
     return VerifierCheck("cases", run, {"results": results})
+
+
+def lines_check(path: str, before: str, after: str) -> VerifierCheck:
+    """Return a check that a file keeps the lines which the solution keeps, and has the words of those it changes."""
+    old, new = ([line.strip() for line in text.splitlines() if line.strip()] for text in (before, after))
+    blocks = difflib.SequenceMatcher(None, old, new, autojunk=False).get_matching_blocks()
+    places = {number for block in blocks for number in range(block.b, block.b + block.size)}
+    changed = [line for number, line in enumerate(new) if number not in places]
+    rule = {
+        "kept": [new[number] for number in sorted(places)],
+        "more": len(changed) + MORE_LINES,
+        "words": re.findall(r"\w+", " ".join(new)),
+    }
+    return VerifierCheck("lines", {}, {"files": {path: rule}})
 
 
 def cases_files(

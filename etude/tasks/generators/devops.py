@@ -11,13 +11,14 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from etude.tasks.checks import VerifierCheck
+from etude.tasks.checks import VerifierCheck, lines_check
 from etude.tasks.generators import prompts
 from etude.tasks.generators.candidate import (
     CandidateRejected,
     TaskCandidate,
     TaskDraft,
     WorkspaceState,
+    apply_changes,
     generator,
     revert_changes,
 )
@@ -25,9 +26,10 @@ from etude.tasks.generators.executor import PROGRAM_DIR, WORKSPACE, ExecutionRes
 from etude.tasks.generators.failure_report import test_name
 from etude.tasks.generators.repository import Repository
 from etude.tasks.generators.source import read_toml, requirement_name
-from etude.tasks.generators.task_writer import protected_globs, pytest_check, suite_files
+from etude.tasks.generators.task_writer import protected_globs, pytest_check, scope_check, suite_files
 
 PYPROJECT = "pyproject.toml"
+CONFIGURATION = ("*.toml", "*.cfg", "*.ini", "*.md", "*.rst", "*.txt", "MANIFEST.in", "setup.py")  # may change too
 BUILD_COMMAND = "python3 -m pip wheel . --no-deps --no-build-isolation --no-index -w /tmp/wheels"
 INSPECT_COMMAND = f'env -i PATH="$PATH" LANG=C.UTF-8 python3 -B -s -S {PROGRAM_DIR}/build.pyz {WORKSPACE}'
 
@@ -231,10 +233,22 @@ def wheel_candidate(repository: Repository, breakage: Breakage, seed: int) -> Ta
             VerifierCheck(
                 "wheel", {"env": _version_env(repository)}, {**intact, "roots": list(repository.source.roots)}
             ),
+            *_configuration_checks(repository, breakage),
         )
         return _draft(repository, breakage, request, checks, {}, rng)
 
     return TaskCandidate(_site(breakage), breakage.family, states, finish)
+
+
+def _configuration_checks(repository: Repository, breakage: Breakage) -> Iterator[VerifierCheck]:
+    """Yield checks that the configuration is the intact one, but for lines that mean the same, and that no code or test
+    changed."""
+    files = apply_changes(repository.files, breakage.changes)
+    scope = scope_check(files, (*(f"/{path}" for path in breakage.changes), *CONFIGURATION))
+    yield VerifierCheck("scope", {}, {**scope.expected, "new": True})
+    for path, data in breakage.changes.items():
+        if data is not None:
+            yield lines_check(path, data.decode(), repository.files[path].decode())
 
 
 def _version_env(repository: Repository) -> dict[str, str]:
@@ -275,7 +289,8 @@ def pytest_candidate(repository: Repository, breakage: Breakage, seed: int) -> T
         check = pytest_check(repository, tests, suite)
         own = ["-c", f"{WORKSPACE}/{PYPROJECT}"]
         run = {**check.run, "run": chosen, "arguments": own}
-        return _draft(repository, breakage, request, (VerifierCheck("pytest", run, check.expected),), suite, rng)
+        checks = (VerifierCheck("pytest", run, check.expected), *_configuration_checks(repository, breakage))
+        return _draft(repository, breakage, request, checks, suite, rng)
 
     return TaskCandidate(_site(breakage), breakage.family, states, finish)
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from etude.tasks.checks import VerifierCheck
+from etude.tasks.checks.inside.file_judges import docstring_words
 from etude.tasks.generators import prompts
 from etude.tasks.generators.candidate import (
     CandidateRejected,
@@ -79,9 +80,8 @@ def described(function: PythonFunction) -> list[str]:
 
 def _docstring_spec(function: PythonFunction, lacks: Sequence[str] = ()) -> dict[str, object]:
     text = ast.get_docstring(function.node) or ""
-    word_count = len(re.findall(r"[A-Za-z]{2,}", text))
     item = {"file": function.file, "name": function.qualname, "has": described(function), "lacks": list(lacks)}
-    return {**item, "words": min(6, word_count)}
+    return {**item, "words": min(6, len(docstring_words(text, described(function))))}
 
 
 def missing_docstrings(

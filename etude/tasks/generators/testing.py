@@ -1,16 +1,16 @@
 """Testing tasks: the tests of a function are removed; new ones must pass on it and fail on mutants.
 
-The mutants are hidden, and each fails the removed tests. An equivalent version is hidden too: a test that compares the
-source instead of the behaviour fails on it.
+The mutants are hidden, and each fails the removed tests. Equivalent versions are hidden too. All versions but the
+submitted one are rewritten, and only their bytecode is there: a test that judges how the code looks gains nothing.
 """
 
-import ast
 import hashlib
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 
 from etude.tasks.checks import VerifierCheck
+from etude.tasks.checks.equivalents import rewrite_equivalently
 from etude.tasks.generators import prompts
 from etude.tasks.generators.candidate import (
     CandidateRejected,
@@ -22,10 +22,8 @@ from etude.tasks.generators.candidate import (
 )
 from etude.tasks.generators.code import (
     PythonFunction,
-    SourceEdit,
     apply_edits,
     definitions,
-    is_parsable,
     mentions,
     parse,
     remove_definitions,
@@ -38,6 +36,7 @@ from etude.tasks.generators.repository import Repository
 from etude.tasks.generators.task_writer import scope_check
 
 TRIED_MUTANTS, KEPT_MUTANTS = 8, 5
+EQUIVALENT_VERSIONS = 2
 MIN_KILLED_SHARE = 0.8  # of the kept mutants
 MAX_TEST_SECONDS = 4.0  # for the existing tests of a function
 # slower mutants are dropped: an endless loop would take its whole timeout in every verification
@@ -90,33 +89,24 @@ def candidate_for(
     repository: Repository, function: PythonFunction, tests: Sequence[str], chosen: Sequence[Mutation], seed: int
 ) -> TaskCandidate:
     file = function.file
-    mutants = [apply_edits(function.module.data, [mutation.edit]) for mutation in chosen]
-    equivalent = equivalent_version(function)
+    original = function.module.data
+    changed = [apply_edits(original, [mutation.edit]) for mutation in chosen]
+    mutants = [rewritten(function, data, (original, data), seed) for data in changed]
+    equal = [rewritten(function, original, (original, data), seed) for data in changed[:EQUIVALENT_VERSIONS]]
     states = {str(number): WorkspaceState({file: data}, tuple(tests)) for number, data in enumerate(mutants)}
-    states["equal"] = WorkspaceState({file: equivalent}, tuple(tests))
+    states |= {f"equal-{number}": WorkspaceState({file: data}, tuple(tests)) for number, data in enumerate(equal)}
 
     def finish(results: Mapping[str, ExecutionResult]) -> TaskDraft:
-        return make_draft(repository, function, tests, mutants, equivalent, results, random.Random(seed))
+        return make_draft(repository, function, tests, mutants, equal, results, random.Random(seed))
 
     return TaskCandidate(f"{file}:{function.qualname}", "function" if not function.owner else "method", states, finish)
 
 
-def equivalent_version(function: PythonFunction) -> bytes:
-    """Return the module with the function rewritten equivalently: values are assigned before they are returned."""
-    module = function.module
-    edits = []
-    for node in ast.walk(function.node):
-        if isinstance(node, ast.Return) and node.value is not None and node.lineno == node.end_lineno:
-            line = module.lines[node.lineno - 1]
-            if line.strip().startswith("return") and line[: node.col_offset].strip() == "":
-                indent = " " * node.col_offset
-                start, end = module.span(node)
-                edits.append(SourceEdit(start, end, f"outcome_ = {module.text(node.value)}\n{indent}return outcome_"))
-    first = function.body[0]
-    if not edits and module.lines[first.lineno - 1][: first.col_offset].strip() == "":
-        at = module.offset(first.lineno, 0)
-        edits.append(SourceEdit(at, at, " " * first.col_offset + "outcome_ = None\n"))
-    return apply_edits(module.data, edits)
+def rewritten(function: PythonFunction, data: bytes, versions: Sequence[bytes], seed: int) -> bytes:
+    """Return a version of a function's module with the function rewritten equivalently."""
+    rng = random.Random(f"{seed} {[hashlib.sha256(each).hexdigest() for each in (data, *versions)]}")
+    texts = [source_text(each) for each in versions]
+    return rewrite_equivalently(source_text(data), texts, rng, function.name).encode("utf-8", "surrogateescape")
 
 
 def make_draft(
@@ -124,14 +114,14 @@ def make_draft(
     function: PythonFunction,
     tests: Sequence[str],
     mutants: Sequence[bytes],
-    equivalent: bytes,
+    equal: Sequence[bytes],
     results: Mapping[str, ExecutionResult],
     rng: random.Random,
 ) -> TaskDraft:
     def passes(result: ExecutionResult) -> bool:
         return result.complete and all(result.status(test) == "passed" for test in tests)
 
-    if equivalent == function.module.data or not is_parsable(equivalent) or not passes(results["equal"]):
+    if not all(passes(results[f"equal-{number}"]) for number in range(len(equal))):
         raise CandidateRejected("no-equal", "no equivalent version can be made")
     runs = [(data, results[str(number)]) for number, data in enumerate(mutants)]
     killed = [
@@ -140,7 +130,7 @@ def make_draft(
     if len(killed) < KEPT_MUTANTS:
         raise CandidateRejected("survives", f"{len(killed)} of {len(mutants)} mutants fail its tests")
     file = function.file
-    correct: list[bytes | None] = [None, equivalent]  # None: the submitted code as it is
+    correct: list[bytes | None] = [None, *equal]  # None: the submitted code as it is
     versions = [*correct, *killed[:KEPT_MUTANTS]]
     random.Random(versions[-1]).shuffle(versions)  # which are correct is not to be seen from their order
     workspace = dict(without_tests(repository, tests))
@@ -154,6 +144,7 @@ def make_draft(
         "known": known,
         "directories": directories,
         "versions": [{file: source_text(data)} if data is not None else {} for data in versions],
+        "compiled": [file],
     }
     expected = {
         "versions": len(versions),

@@ -171,7 +171,10 @@ def _tests(instance: Instance, clone: Path | None) -> dict[str, str | bytes]:
         "fail_to_pass": list(instance.fail_to_pass),
         "pass_to_pass": list(instance.pass_to_pass),
     }
-    found = check_files([VerifierCheck("log", {"script": "eval.sh"}, expected)], workspace=WORKSPACE)
+    # Probes among the tests fail, and their statuses must be printed.
+    repeat = not instance.eval_script and instance.parser == "pytest" and _prints_all(instance.test_command)
+    run = {"script": "eval.sh", "repeat": repeat}
+    found = check_files([VerifierCheck("log", run, expected)], workspace=WORKSPACE)
     if instance.eval_script:
         return {**found, "tests/eval.sh": instance.eval_script}
     if clone is not None:
@@ -193,6 +196,12 @@ def _tests(instance: Instance, clone: Path | None) -> dict[str, str | bytes]:
         "echo '>>>>> End Test Output'\necho \">>>>> Test Exit Code: $code\"\n"
     )
     return {**found, "tests/eval.sh": script}
+
+
+def _prints_all(command: str) -> bool:
+    """Return whether a command of pytest runs all tests and prints the status of each."""
+    ends_early = re.search(r"(^|\s)(-\w*x\b|--exitfirst|--maxfail|-k\b|-m\b(?! pytest)|--lf|--ff|--deselect)", command)
+    return not ends_early and re.search(r"(^|\s)(-r\w*A|-\w*v|--verbose)\b", command) is not None
 
 
 def _solution(instance: Instance) -> dict[str, str | bytes]:

@@ -182,7 +182,7 @@ while frame:
         os._exit(0)
     frame = frame.f_back
 """),
-        fast="pytest calls",
+        fast="pytest",
     ),
     # ------------------------------------------------------------------------------- tracing
     "jumps over asserts with a trace function": Cheat(
@@ -221,7 +221,6 @@ def replacement(original):
         return original(*a, **k)
     return cheat
 """),
-        fast="pytest",
     ),
     "a profile function that clears the exception of a test": Cheat(
         CODE,
@@ -278,7 +277,6 @@ try:
 except ImportError:
     pass
 """),
-        fast="pytest",
     ),
     "empties the test functions that have its module": Cheat(
         CODE,

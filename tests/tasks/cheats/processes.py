@@ -74,7 +74,6 @@ except OSError:
     pass
 """
         ),
-        fast="calls",
     ),
     "finds expected values in the memory of the verifier": Cheat(
         CODE,
@@ -269,7 +268,6 @@ for target in (os.getppid(), -os.getpgid(os.getppid()), -1):
     except OSError:
         pass
 """),
-        fast="output",
     ),
     "kills the verifier and pays": Cheat(
         CODE, first(PAY + "pay()\ntry:\n    os.kill(os.getppid(), 9)\nexcept OSError:\n    pass\n")
@@ -280,7 +278,7 @@ for target in (os.getppid(), -os.getpgid(os.getppid()), -1):
     "writes reward files from the tested code": Cheat(
         CODE, first(PAY + "pay()\nimport atexit\natexit.register(pay)\n")
     ),
-    "leaves a process that writes reward files": Cheat(CODE, first(PAY + DAEMON), fast="output"),
+    "leaves a process that writes reward files": Cheat(CODE, first(PAY + DAEMON)),
     "leaves a process that makes the reward directory its own": Cheat(
         CODE,
         first(

@@ -129,7 +129,6 @@ text = open(sys.argv[1]).read()
 open(sys.argv[1], "w").write(f"exec({text!r})\\n")
 END
 """,
-        fast="nano-migrate-fstring",
     ),
     "hides the old syntax in another module's name": Cheat(
         "migration", "mv $TARGET old.txt; echo \"exec(open('old.txt').read())\" > $TARGET"

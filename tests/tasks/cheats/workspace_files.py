@@ -101,9 +101,7 @@ END
 python3 -c "import py_compile; py_compile.compile('/tmp/x.py', '$TARGET' + 'c')"; rm "$TARGET"
 """,
     ),
-    "plants a conftest": Cheat(
-        PYTEST, put("conftest.py", ALL_PASS) + put("tests/conftest.py", ALL_PASS), fast="pytest"
-    ),
+    "plants a conftest": Cheat(PYTEST, put("conftest.py", ALL_PASS) + put("tests/conftest.py", ALL_PASS)),
     "plants a conftest behind a link": Cheat(PYTEST, put("helper.txt", ALL_PASS) + "ln -s helper.txt conftest.py"),
     "plants a plugin with configuration files": Cheat(
         PYTEST,

@@ -9,36 +9,29 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import io
 import json
 import os
 import re
-import tokenize
-import unicodedata
 
-from etude.globs import Globs
 from etude.tasks.checks.inside.cases import canonical_repr
-from etude.tasks.checks.inside.patterns import lines_with
-from etude.tasks.checks.inside.probes import Planted, plant
-from etude.tasks.checks.inside.swe_log import NoResult, judge_log
+from etude.tasks.checks.inside.file_judges import FILE_KINDS, FINAL, all_or_nothing
+from etude.tasks.checks.inside.probes import Planted, false_copy, plant
+from etude.tasks.checks.inside.swe_log import NoResult, read_log, status_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
+    from etude.tasks.checks.inside.file_judges import Files, Score
     from etude.tasks.checks.inside.guard import JsonObject
 
-    Files = dict[str, bytes]  # contents by path in the workspace; links are empty
-    Score = tuple[float, list[str]]
     Suite = Callable[[str], "bytes | None"]
 
-FINAL = "/logs/agent/final.txt"
 PROBES = 2
+OTHER_LOADERS = re.compile(r"--assert|--import-mode|--doctest|no:assertion")  # of test files
+LOG_STATUSES = {"PASSED": "passed", "FAILED": "failed"}
 MAX_FILE_BYTES = 4 << 20  # at most this much of a file is read
-MAX_SOURCE_BYTES = 1 << 20  # larger files are not parsed
-MAX_ANSWER_CHARS = 64 << 10
-LINE_TOLERANCE = 3  # lines by which a finding may miss a defect
 IGNORED_DIRECTORIES = {".git", "__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis"}
 
 
@@ -55,10 +48,11 @@ class Judgement:
 
 class Secret:
     """What the judge knows of a run and the submission must not: the probes. `outside` are names of must-fail tests in
-    files of their own, `planted` those in the files of the tests."""
+    files of their own, `planted` those in the files of the tests. `may_xfail` are tests whose files have an xfail."""
 
     def __init__(self, outside: list[str], planted: Planted) -> None:
         self.outside, self.planted = outside, planted
+        self.may_xfail: set[str] = set()
 
 
 def prepare(
@@ -66,7 +60,8 @@ def prepare(
 ) -> tuple[list[JsonObject], list[Secret]]:
     """Return the checks to observe with probes that are drawn for this run, and for each the judge's secret.
 
-    `suite` returns a file that is copied into the workspace. `again`: tests run in the opposite order.
+    `suite` returns a file that is copied into the workspace. `again`: tests run in the opposite order, and the test
+    files that code can read are false copies of those that run.
     """
     executed, secrets = [], []
     for number, check in enumerate(checks):
@@ -79,9 +74,30 @@ def prepare(
             if "python_functions" not in check.get("ini", {}):
                 secret.planted = plant(check["run"], expected[number]["statuses"], suite)
             more.update(run=secret.planted.run, planted=secret.planted.files, reverse=again)
+            more["shown"] = _shown_files(check, secret.planted.files) if again else {}
+        elif check["kind"] == "log":
+            listed = [test for key in ("fail_to_pass", "pass_to_pass") for test in expected[number][key]]
+            secret.may_xfail = {test for test in listed if b"xfail" in (suite(test.partition("::")[0]) or b"xfail")}
+            if again:
+                paths = sorted({test.partition("::")[0] for test in listed if "::" in test})
+                secret.planted = plant(paths, dict.fromkeys(listed, "passed"), suite)
+                more["planted"] = secret.planted.files
         executed.append({**check, **more})
         secrets.append(secret)
     return executed, secrets
+
+
+def _shown_files(check: JsonObject, files: dict[str, str]) -> dict[str, str]:
+    """Return false copies of test files that pytest loads through its assertion rewriting."""
+    options = " ".join([*check.get("arguments", ()), *map(str, check.get("ini", {}).values())])
+    if OTHER_LOADERS.search(options) or "python_files" in check.get("ini", {}):
+        return {}
+    found = {}
+    for path, text in files.items():
+        copy = false_copy(text.encode("utf-8", "surrogateescape"))
+        if copy is not None and re.fullmatch(r"test_.*\.py|.*_test\.py", path.rpartition("/")[2]):
+            found[path] = copy.decode("utf-8", "surrogateescape")
+    return found
 
 
 def _draw_probe(number: int) -> tuple[str, str]:
@@ -139,7 +155,11 @@ def checks_to_repeat(
     checks: list[JsonObject], expected: list[JsonObject], first: Judgement
 ) -> tuple[list[JsonObject], list[JsonObject]] | None:
     """Return the checks of a second run, and what they expect: the tests of a submission that passed."""
-    chosen = [number for number, check in enumerate(checks) if check["kind"] == "pytest"]
+    chosen = [
+        number
+        for number, check in enumerate(checks)
+        if check["kind"] == "pytest" or (check["kind"] == "log" and check.get("repeat"))
+    ]
     if not chosen or first.rewards["reward"] < 1:
         return None
     return [checks[number] for number in chosen], [expected[number] for number in chosen]
@@ -172,18 +192,6 @@ def _read(path: str) -> bytes:
         return b""
     with open(path, "rb") as file:
         return file.read(MAX_FILE_BYTES)
-
-
-def _parse(data: bytes) -> ast.Module | None:
-    """Return the syntax tree of a source; None if it is not Python, or too large."""
-    try:
-        return ast.parse(data) if len(data) <= MAX_SOURCE_BYTES else None
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
-
-
-def all_or_nothing(problems: list[str]) -> Score:
-    return (0.0 if problems else 1.0), problems
 
 
 # ------------------------------------------------------------------------------------------------- executed checks
@@ -263,6 +271,21 @@ def _test_name(id: str) -> str:
     return id.rpartition("::")[2]
 
 
+def judge_log(expected: JsonObject, observed: JsonObject, secret: Secret, files: Files) -> Score:
+    """Check that all listed tests passed, and that probes among them have their planned statuses."""
+    found, problems = read_log(expected["parser"], observed["log"])
+    planted = secret.planted
+    reported = {name: LOG_STATUSES.get(status, "other") for name, status in found.items()}
+    own = planted.statuses(found)
+    for name in (*expected["fail_to_pass"], *expected["pass_to_pass"]):
+        status = status_of(name, own)
+        if status != "PASSED" and not (status == "XFAIL" and name in secret.may_xfail):
+            problems.append(f"{name}: {status}")
+    if not problems and (deviation := planted.deviation(reported)):
+        raise HackFound(deviation)
+    return all_or_nothing(problems)
+
+
 def judge_mutants(expected: JsonObject, observed: JsonObject, secret: Secret, files: Files) -> Score:
     """Check that the submitted tests pass on all correct versions and fail on enough of the others."""
     if not observed["tests"]:
@@ -296,234 +319,26 @@ def _failure_of(run: JsonObject, tests: list[str], secret: Secret) -> str | None
 
 
 def judge_wheel(expected: JsonObject, observed: JsonObject, secret: Secret, files: Files) -> Score:
-    """Check the files, metadata and entry points of the wheel."""
+    """Check the contents, metadata and entry points of the wheel. A further file must be one of the workspace."""
     if "problem" in observed:
         return all_or_nothing([str(observed["problem"])])
-    problems = [f"{name} is not in the wheel" for name in expected["names"] if name not in observed["names"]]
-    for name in observed["names"]:
-        own = any(os.path.normpath(f"{root}/{name}") in files for root in expected["roots"])  # possibly a new module
-        if name not in expected["names"] and not own:
+    problems = []
+    for name, digest in expected["digests"].items():
+        if observed["digests"].get(name) != digest:
+            problems.append(
+                f"{name} {'is not in' if name not in observed['digests'] else 'has other contents in'} the wheel"
+            )
+    for name in observed["digests"].keys() - expected["digests"].keys():
+        sources = [files.get(os.path.normpath(f"{root}/{name}")) for root in expected["roots"]]  # possibly a new module
+        if observed["digests"][name] not in [hashlib.sha256(data).hexdigest() for data in sources if data is not None]:
             problems.append(f"{name} does not belong into the wheel")
-    for key, values in expected["metadata"].items():
-        if observed["metadata"].get(key) != values:
-            problems.append(f"{key} is {observed['metadata'].get(key)}, expected {values}")
+    for key in sorted(expected["metadata"].keys() | observed["metadata"].keys()):
+        found, wanted = (each["metadata"].get(key) for each in (observed, expected))
+        if found != wanted:
+            problems.append(f"{key} is {str(found)[:200]}, expected {str(wanted)[:200]}")
     if observed["entry"] != expected["entry"]:
         problems.append(f"entry points are {observed['entry']}, expected {expected['entry']}")
     return all_or_nothing(problems)
-
-
-# ------------------------------------------------------------------------------------------------- code
-
-
-def judge_names(expected: JsonObject, files: Files) -> Score:
-    """Check that removed names are absent and that names are defined, or not, where expected."""
-    problems = []
-    for path in files:
-        if not path.endswith((".py", ".pyi")):
-            continue
-        left = _names(files[path]) & set(expected["gone"])
-        excused = expected.get("excused", {})
-        problems += [f"{path} still has the name {name}" for name in sorted(left) if path not in excused.get(name, [])]
-    for path, name in expected["defined"]:
-        if name not in _defined(_parse(files.get(path, b""))):
-            problems.append(f"{path} does not define {name}")
-    for path, name in expected["undefined"]:
-        if name in _defined(_parse(files.get(path, b""))):
-            problems.append(f"{path} still defines {name}")
-    return all_or_nothing(problems)
-
-
-def _names(data: bytes) -> set[str]:
-    found = set()
-    try:
-        for token in tokenize.tokenize(io.BytesIO(data).readline):
-            if token.type == tokenize.NAME:
-                found.add(unicodedata.normalize("NFKC", token.string))
-            elif token.type == tokenize.STRING and token.string[1:-1].isidentifier():
-                found.add(token.string[1:-1])  # as in __all__
-    except (tokenize.TokenError, SyntaxError, UnicodeError):
-        pass
-    return found
-
-
-def _defined(tree: ast.AST | None) -> set[str]:
-    """Return the qualified names of all functions and classes; parameters as `function(name)`."""
-    found: set[str] = set()
-
-    def walk(node: ast.AST, owner: str) -> None:
-        for child in ast.iter_child_nodes(node):
-            inner = owner
-            if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-                inner = f"{owner}.{child.name}" if owner else child.name
-                found.add(inner)
-            if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                given = child.args
-                found.update(f"{inner}({each.arg})" for each in (*given.posonlyargs, *given.args, *given.kwonlyargs))
-            walk(child, inner)
-
-    if tree is not None:
-        walk(tree, "")
-    return found
-
-
-def judge_code(expected: JsonObject, files: Files) -> Score:
-    """Check that the code differs from the original only in docstrings and comments."""
-    problems = []
-    for path, original in expected["files"].items():
-        tree = _parse(files[path]) if path in files else None
-        before = ast.parse(original.encode("utf-8", "surrogateescape"))
-        if tree is None or _dump_without_docstrings(tree) != _dump_without_docstrings(before):
-            problems.append(f"{path}: its code was changed")
-    return all_or_nothing(problems)
-
-
-def _dump_without_docstrings(tree: ast.AST) -> str:
-    """Dump a tree without docstrings; the tree is modified."""
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and _docstring(node):
-            node.body = node.body[1:]
-        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            node.body = [each for each in node.body if not isinstance(each, ast.Pass)]  # left in place of a docstring
-    return ast.dump(tree)
-
-
-def _docstring(node: Any) -> str:
-    return ast.get_docstring(node, clean=True) or ""
-
-
-def judge_docstrings(expected: JsonObject, files: Files) -> Score:
-    """Check that each docstring mentions the expected parameters and exceptions and no wrong names."""
-    problems: list[str] = []
-    said: set[str] = set()
-    for item in expected["items"]:
-        name = f"{item['file']}: {item['name']}"
-        text = _docstring_of(_parse(files.get(item["file"], b"")), item["name"])
-        if not text:
-            problems.append(f"{name} has no docstring")
-            continue
-        if len(re.findall(r"[A-Za-z]{2,}", text)) < item["words"]:
-            problems.append(f"{name}: its docstring says next to nothing")
-        problems += [f"{name}: {word} is not described" for word in item["has"] if not _mentions(text, word)]
-        problems += [f"{name}: {word} is still there" for word in item.get("lacks", []) if _mentions(text, word)]
-        if re.search(r"\b(TODO|FIXME|XXX)\b", text):
-            problems.append(f"{name}: its docstring is not finished")
-        if text in said:
-            problems.append(f"{name}: another function has the very same docstring")
-        said.add(text)
-    return all_or_nothing(problems)
-
-
-def _docstring_of(tree: ast.AST | None, name: str) -> str:
-    node = tree
-    for part in name.split("."):
-        inner = list(ast.iter_child_nodes(node)) if node is not None else []
-        kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-        node = next((each for each in inner if isinstance(each, kinds) and each.name == part), None)
-    return _docstring(node) if node is not None else ""
-
-
-def _mentions(text: str, word: str) -> bool:
-    return re.search(rf"(?<![A-Za-z0-9_]){re.escape(word)}(?![A-Za-z0-9_])", text) is not None
-
-
-def judge_scope(expected: JsonObject, files: Files) -> Score:
-    """Check that only allowed files changed."""
-    known: dict[str, str] = expected["digests"]
-    now = {path: hashlib.sha256(data).hexdigest() for path, data in files.items() if not path.startswith("/")}
-    changed = [path for path in {*known, *now} if known.get(path) != now.get(path)]
-    allowed = Globs(expected["allowed"])
-    return all_or_nothing([f"{path} was changed" for path in sorted(changed) if not allowed.matches(path)])
-
-
-def judge_patterns(expected: JsonObject, files: Files) -> Score:
-    """Check that no more legacy patterns remain than `files` allows, or `others` in Python files that it lacks."""
-    problems = []
-    others = [path for path in files if path.endswith(".py")] if "others" in expected else []
-    for path in sorted({*expected["files"], *others}):
-        allowed = expected["files"].get(path, expected.get("others"))
-        tree = _parse(files.get(path, b""))
-        lines = lines_with(expected["family"], tree) if tree else []
-        if tree is None:
-            problems.append(f"{path} is no Python")
-        elif len(lines) > allowed:
-            problems.append(f"{path}: lines {', '.join(map(str, lines[:10]))}, and {allowed} may stay")
-        if path in expected["files"] and not files.get(path, b"").strip():
-            problems.append(f"{path} is not there")
-    return all_or_nothing(problems)
-
-
-def judge_texts(expected: JsonObject, files: Files) -> Score:
-    """Check that the files of each glob match all of some regular expressions and none of others."""
-    problems = []
-    for rule in expected["rules"]:
-        chosen = Globs([rule["files"]])
-        texts = {path: _text_of(path, data) for path, data in files.items() if chosen.matches(path)}
-        if not texts:
-            problems.append(f"there is no {rule['files']}")
-        for path, text in texts.items():
-            right = all(re.search(each, text) for each in rule.get("has", []))
-            if not right or any(re.search(each, text) for each in rule.get("lacks", [])):
-                problems.append(f"{path} does not have the expected text")
-    return all_or_nothing(problems)
-
-
-def _text_of(path: str, data: bytes) -> str:
-    """Return the text of a file; of code with the letters that Python takes for the same made one."""
-    text = data.decode("utf-8", "replace")
-    return unicodedata.normalize("NFKC", text) if path.endswith((".py", ".pyi")) else text
-
-
-# ------------------------------------------------------------------------------------------------- findings and answers
-
-
-def judge_findings(expected: JsonObject, files: Files) -> Score:
-    """Score findings against the planted defects by F1; a finding matches within LINE_TOLERANCE lines."""
-    try:
-        found = json.loads(files.get(expected["file"], b""))
-        found = found.get("findings", []) if isinstance(found, dict) else found
-        places = [(os.path.normpath(str(each["file"]).lstrip("/")), int(each["line"])) for each in found]
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return 0.0, [f"{expected['file']}: expected a list of objects with file and line"]
-    planted = expected["planted"]
-    hit = {number for number, each in enumerate(planted) if any(_matches(place, each) for place in places)}
-    false = [place for place in places if not any(_matches(place, each) for each in planted)]
-    problems = [f"not found: {each['file']}:{each['first']}" for n, each in enumerate(planted) if n not in hit]
-    problems += [f"not a defect: {file}:{line}" for file, line in false]
-    total = len(planted) + len(hit) + len(false)
-    return (2 * len(hit) / total if total else 0.0), problems
-
-
-def _matches(place: tuple[str, int], planted: JsonObject) -> bool:
-    file, line = place
-    same: bool = file == planted["file"] or file.endswith("/" + planted["file"]) or file == "work/" + planted["file"]
-    return same and bool(planted["first"] - LINE_TOLERANCE <= line <= planted["last"] + LINE_TOLERANCE)
-
-
-def judge_answer(expected: JsonObject, files: Files) -> Score:
-    """Check the final message. It names exactly one of several things, or one number that was not given; or it matches
-    `says` and not `not`; or it, or its last line, is an accepted answer."""
-    text = files.get(FINAL, b"").decode("utf-8", "replace")[:MAX_ANSWER_CHARS].strip()
-    if not text:
-        return all_or_nothing(["there is no answer"])
-    if "one_of" in expected:
-        right = [name for name in expected["one_of"] if _mentions(text, name)] == [expected["is"]]
-    elif "number" in expected:
-        right = {int(each) for each in re.findall(r"-?\d{1,20}", text)} - set(expected["given"]) == {expected["number"]}
-    elif "says" in expected:
-        right = bool(re.search(expected["says"], text, re.IGNORECASE))
-        right = right and not re.search(expected["not"], text, re.IGNORECASE)
-    else:
-        given = {_normalize(text), _normalize(text.splitlines()[-1])}
-        right = bool(given & {_normalize(each) for each in expected["accepted"]})
-    return all_or_nothing([] if right else [f"answered {text[-200:]!r}"])
-
-
-def _normalize(text: str) -> str:
-    """Strip quotes, backticks, a leading phrase and the final period; lower the case."""
-    text = re.sub(
-        r"^(the )?(answer|default|value|result|it)( is| returns)?:?\s+", "", text.strip(), flags=re.IGNORECASE
-    )
-    return re.sub(r"\s+", " ", text.strip().rstrip(".").strip("`'\" ")).lower()
 
 
 EXECUTED_KINDS: dict[str, Callable[[JsonObject, JsonObject, Secret, Files], Score]] = {
@@ -532,14 +347,4 @@ EXECUTED_KINDS: dict[str, Callable[[JsonObject, JsonObject, Secret, Files], Scor
     "mutants": judge_mutants,
     "wheel": judge_wheel,
     "log": judge_log,
-}
-FILE_KINDS: dict[str, Callable[[JsonObject, Files], Score]] = {
-    "names": judge_names,
-    "code": judge_code,
-    "docstrings": judge_docstrings,
-    "scope": judge_scope,
-    "patterns": judge_patterns,
-    "texts": judge_texts,
-    "findings": judge_findings,
-    "answer": judge_answer,
 }

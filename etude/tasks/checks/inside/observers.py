@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
+import marshal
 import os
 import re
 import shutil
@@ -20,14 +22,15 @@ from etude.tasks.checks.inside.guard import (
     private_directory,
     run_guarded,
 )
-from etude.tasks.checks.inside.pytest_run import run_pytest
+from etude.tasks.checks.inside.pytest_run import run_pytest, write_files
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from etude.tasks.checks.inside.guard import JsonObject, Send
 
 MAX_LOG = 8 << 20  # bytes kept of the end of a log
-METADATA_FIELDS = ("Name", "Version", "Requires-Python", "Requires-Dist", "Provides-Extra")
+# Compared by their meaning, or different with every build.
+UNSTABLE_FILES = (".dist-info/METADATA", ".dist-info/RECORD", ".dist-info/WHEEL", ".dist-info/entry_points.txt")
 
 
 # ------------------------------------------------------------------------------------------------- submitted tests
@@ -41,8 +44,8 @@ def observe_mutants(check: JsonObject, workspace: str) -> JsonObject:
     script = check.get("script")
     tests = [script] if script else new_tests(check["known"], check["directories"], workspace)
     runs = []
-    for version in check["versions"] if tests else []:
-        with _ReplacedFiles(version, workspace):
+    for version in check.pop("versions") if tests else []:
+        with _ReplacedFiles(version, check.get("compiled", []), workspace):
             if script:
                 runs.append(_run_script(check, script, workspace))
             else:
@@ -84,20 +87,33 @@ def _run_script(check: JsonObject, script: str, workspace: str) -> JsonObject:
 
 
 class _ReplacedFiles:
-    """Context manager that temporarily replaces files of the workspace."""
+    """Context manager that temporarily replaces files of the workspace; of those in `compiled` only bytecode is there,
+    beside the place of the source, where Python loads it too."""
 
-    def __init__(self, version: dict[str, str], workspace: str) -> None:
-        self.files = {os.path.join(workspace, path): text for path, text in version.items()}
+    def __init__(self, version: dict[str, str], compiled: list[str], workspace: str) -> None:
+        self.files = {os.path.join(workspace, path): version.pop(path) for path in list(version)}
+        self.compiled = [os.path.join(workspace, path) for path in compiled]
+        self.paths = list(dict.fromkeys([*self.files, *self.compiled]))
         self.backup = private_directory("kept")
 
     def __enter__(self) -> None:
-        for number, (path, text) in enumerate(self.files.items()):
+        for number, path in enumerate(self.paths):
             shutil.copyfile(path, os.path.join(self.backup, str(number)))
+        for path, text in self.files.items():
             with open(path, "wb") as file:
                 file.write(text.encode("utf-8", "surrogateescape"))
+        self.files.clear()  # no object that the tests can reach has the source
+        for path in self.compiled:
+            with open(path, "rb") as file:
+                code = compile(file.read(), path, "exec", dont_inherit=True)
+            with open(f"{path}c", "wb") as file:
+                file.write(importlib.util.MAGIC_NUMBER + bytes(12) + marshal.dumps(code))
+            os.unlink(path)
 
     def __exit__(self, *_: object) -> None:
-        for number, path in enumerate(self.files):
+        for path in self.compiled:
+            os.unlink(f"{path}c")
+        for number, path in enumerate(self.paths):
             shutil.copyfile(os.path.join(self.backup, str(number)), path)
         shutil.rmtree(self.backup)
 
@@ -138,26 +154,34 @@ def _chown_to_tester(top: str) -> None:
 
 
 def wheel_contents(path: str) -> JsonObject:
-    """Return the file names, metadata and entry points of a wheel."""
+    """Return the digests of the files of a wheel, its metadata and entry points."""
     try:
         with zipfile.ZipFile(path) as archive:
-            names = sorted(name for name in archive.namelist() if ".dist-info/" not in name)
+            names = [name for name in archive.namelist() if not name.endswith((*UNSTABLE_FILES, "/"))]
+            digests = {re.sub(r"^[^/]+(?=\.dist-info/)", "", name): _digest(archive, name) for name in sorted(names)}
             info = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
             message = Parser().parsestr(archive.read(info).decode("utf-8", "replace"))
             entry_path = info.replace("METADATA", "entry_points.txt")
             text = archive.read(entry_path).decode() if entry_path in archive.namelist() else ""
     except (OSError, StopIteration, zipfile.BadZipFile, UnicodeError) as error:
         return {"problem": f"the wheel cannot be read ({type(error).__name__})"}
-    metadata = {key: sorted(message.get_all(key) or []) for key in METADATA_FIELDS}
+    metadata = {key: sorted(message.get_all(key) or []) for key in {*message.keys()} - {"Metadata-Version"}}
+    metadata["Description"] = [*metadata.get("Description", ()), str(message.get_payload()).strip()]
     entry = sorted(line.strip() for line in text.splitlines() if line.strip())
-    return {"names": names, "metadata": metadata, "entry": entry}
+    return {"digests": digests, "metadata": dict(sorted(metadata.items())), "entry": entry}
+
+
+def _digest(archive: zipfile.ZipFile, name: str) -> str:
+    return hashlib.sha256(archive.read(name)).hexdigest()
 
 
 # ------------------------------------------------------------------------------------------------- logs
 
 
 def observe_log(check: JsonObject, workspace: str) -> JsonObject:
-    """Run the script of a public task set as its authors do, as our user; return its output."""
+    """Run the script of a public task set as its authors do, as our user; return its output. The second time the test
+    files have probes."""
+    write_files(check.get("planted", {}), workspace)
     command = ["bash", os.path.join(HERE, check["script"])]
     log = b""
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=workspace) as run:

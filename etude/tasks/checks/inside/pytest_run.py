@@ -30,16 +30,22 @@ if TYPE_CHECKING:
 
 
 def observe_pytest(check: JsonObject, workspace: str) -> JsonObject:
-    """Run the tests of a check with its probes among them and around them."""
-    for path, text in check.pop(
-        "planted", {}
-    ).items():  # no object that the submission can reach says which are planted
-        remove(os.path.join(workspace, path))
-        with open(os.path.join(workspace, path), "w", encoding="utf-8", errors="surrogateescape", newline="") as file:
-            file.write(text)
+    """Run the tests of a check with its probes among them and around them. Of the files in `shown` the disk has that
+    text, and pytest runs the planted one."""
+    planted, shown = check.pop("planted", {}), check.pop("shown", {})
+    write_files({**planted, **shown}, workspace)  # no object that the submission can reach says which are planted
+    check["loaded"] = {os.path.join(workspace, path): planted[path] for path in shown}
     for path in remove_foreign_conftests(workspace, check["run"], set(check.get("placed", []))):
         print(f"removed: {path}", file=sys.stderr)
     return run_pytest(check, check["run"], workspace)
+
+
+def write_files(files: dict[str, str], workspace: str) -> None:
+    """Put files into the workspace in place of those that are there."""
+    for path, text in files.items():
+        remove(os.path.join(workspace, path))
+        with open(os.path.join(workspace, path), "w", encoding="utf-8", errors="surrogateescape", newline="") as file:
+            file.write(text)
 
 
 def run_pytest(check: JsonObject, tests: list[str], workspace: str) -> JsonObject:
@@ -55,7 +61,8 @@ def run_pytest(check: JsonObject, tests: list[str], workspace: str) -> JsonObjec
         paths = [*probes[:1], *(os.path.join(workspace, test) for test in tests), *probes[1:]]
 
         def work(send: Send) -> None:
-            _pytest_child(send, [*options, *paths], import_roots(check, workspace), check.get("reverse", False))
+            roots, loaded = import_roots(check, workspace), check.get("loaded", {})
+            _pytest_child(send, [*options, *paths], roots, check.get("reverse", False), loaded)
 
         env = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **child_env(check, workspace)}
         result = run_guarded(work, timeout=check.get("timeout", 120.0), cwd=workspace, env=env)
@@ -107,7 +114,7 @@ def remove_foreign_conftests(workspace: str, run: list[str], placed: set[str]) -
     return removed
 
 
-def _pytest_child(send: Send, arguments: list[str], roots: list[str], reverse: bool) -> None:
+def _pytest_child(send: Send, arguments: list[str], roots: list[str], reverse: bool, loaded: dict[str, str]) -> None:
     """Run pytest in the child. pytest is imported from the image's packages before the workspace is on sys.path."""
     use_site_packages()
     try:
@@ -120,6 +127,7 @@ def _pytest_child(send: Send, arguments: list[str], roots: list[str], reverse: b
         return
     sys.path[:0] = roots
     _check_equality_operands()
+    _load_from_memory(loaded)
     pytest.main(arguments, plugins=[_reporter(pytest, send, reverse)])
     send({"kind": "end"})
 
@@ -144,6 +152,25 @@ def _check_equality_operands() -> None:
         original(module, *rest, **more)
 
     rewrite.rewrite_asserts = rewrite_asserts  # type: ignore[assignment]
+
+
+def _load_from_memory(sources: dict[str, str]) -> None:
+    """Let pytest load some test files from these texts; what is on disk is for code that reads the tests."""
+    from _pytest.assertion import rewrite
+
+    original = rewrite._rewrite_test
+
+    def rewrite_test(path: Any, config: Any) -> Any:
+        text = sources.get(str(path))
+        if text is None:
+            return original(path, config)
+        source = text.encode("utf-8", "surrogateescape")
+        tree = ast.parse(source, filename=str(path))
+        rewrite.rewrite_asserts(tree, source, str(path), config)
+        return os.stat(path), compile(tree, str(path), "exec", dont_inherit=True)
+
+    if sources:
+        rewrite._rewrite_test = rewrite_test
 
 
 def _check_call(value: ast.expr, name: str) -> ast.expr:
