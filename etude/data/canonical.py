@@ -17,7 +17,8 @@ _KEPT_NAMES = frozenset(dir(builtins))
 _KEPT_CONSTANTS = (0, 1, "")
 _HEADER = re.compile(r"^([ \t]*)(?:async )?def \w+\(", re.MULTILINE)
 _LINE_NUMBER = re.compile(r"^ *\d+\|", re.MULTILINE)
-_DIFF_SIGN = re.compile(r"^[+ ](?=[ \t]*(?:async )?def )", re.MULTILINE)
+_DIFF_SIGN = re.compile(r"^[+ ]", re.MULTILINE)
+_ADDED_DEFINITION = re.compile(r"^\+[ \t]*(?:async )?def ", re.MULTILINE)
 _STRING_START = re.compile(r'"(?=(?:async )?def )')
 _STRING_END = re.compile(r'"[\s,}\]]*[^"\n]*$')
 _ESCAPES = {"n": "\n", "t": "\t"}
@@ -35,14 +36,14 @@ def canonical_form(definition: ast.AST) -> str:
 def definition_digests(text: str) -> dict[str, str]:
     """Return the digests of all function definitions in a text that parse, each with the source that it came from."""
     views = [text]
-    if _LINE_NUMBER.search(text):
-        views.append(_LINE_NUMBER.sub("", text))
     if "\\n" in text:  # code inside of JSON strings
         unescaped = re.sub(r'\\(["\\/nt])', lambda found: _ESCAPES.get(found.group(1), found.group(1)), text)
         views.append(_STRING_START.sub('"\n', unescaped))
+    views += [_LINE_NUMBER.sub("", view) for view in views if _LINE_NUMBER.search(view)]
+    views += [_DIFF_SIGN.sub("", view) for view in views if _ADDED_DEFINITION.search(view)]
     found: dict[str, str] = {}
     for view in views:
-        for source in _definition_sources(_DIFF_SIGN.sub("", view)):
+        for source in _definition_sources(view):
             if digest := definition_digest(source) or definition_digest(_STRING_END.sub("", source)):
                 found.setdefault(digest, source)
     return found

@@ -23,7 +23,7 @@ from etude.errors import InputError
 from etude.globs import Globs
 from etude.tasks.harbor import find_tasks
 
-MIN_NODES = 12  # of a syntax tree: smaller definitions (a stub, a getter) occur everywhere and are no answers
+MIN_NODES = 10  # of a syntax tree: smaller definitions (a stub, a getter) occur everywhere and are no answers
 TEXT_SUFFIXES = (".py", ".md", ".txt", ".json", ".jsonl", ".toml", ".patch")
 AGENT_FILES = ("instruction.md", "environment/", "solution/")  # of a training task: what sessions show
 
@@ -56,6 +56,14 @@ class Answers:
             self.tasks += 1
             for digest in answer.changed or answer.shown:
                 self._by_digest[digest].append(answer)
+
+    @property
+    def digests(self) -> tuple[tuple[str, ...], ...]:
+        """The definitions that give a task away, each entry for itself, as `CorpusOptions.answers` takes them."""
+        answers = {answer for found in self._by_digest.values() for answer in found}
+        entries: set[tuple[str, ...]] = {(digest,) for answer in answers for digest in answer.changed}
+        entries |= {tuple(sorted(answer.shown)) for answer in answers if not answer.changed}
+        return tuple(sorted(entries))
 
     def leaks_in(self, text: str, source: str) -> list[Leak]:
         """Return the answers that a text contains, at most one for each task."""
@@ -136,7 +144,7 @@ def training_texts(source: Path) -> Iterator[tuple[str, str]]:
             yield f"{source}/{path}", text
             continue
         for number, line in enumerate(text.splitlines(), 1):
-            yield f"{source}/{path}, line {number}", "\n".join(_strings(json.loads(line)))
+            yield f"{source}/{path}, line {number}", "\n".join(strings_in(json.loads(line)))
 
 
 def _texts_below(source: Path) -> Iterator[tuple[str, str]]:
@@ -147,13 +155,13 @@ def _texts_below(source: Path) -> Iterator[tuple[str, str]]:
         yield path.relative_to(root).as_posix(), path.read_text(encoding="utf-8", errors="replace")
 
 
-def _strings(value: object) -> Iterator[str]:
+def strings_in(value: object) -> Iterator[str]:
     """Yield all strings of a JSON value."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
         for each in value.values():
-            yield from _strings(each)
+            yield from strings_in(each)
     elif isinstance(value, list):
         for each in value:
-            yield from _strings(each)
+            yield from strings_in(each)

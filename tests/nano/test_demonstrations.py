@@ -83,7 +83,7 @@ def test_a_mistake_is_shown_and_corrected_but_masked(tmp_path: Path) -> None:
 
 
 def test_a_simulated_session_has_the_tokens_of_one_in_a_pod(tmp_path: Path) -> None:
-    files = dict(nano_tasks(16, "held-out", seed=SEED))
+    files = dict(nano_tasks(16, "unseen", seed=SEED))
     real = run_all(written(tmp_path, files), verify=False)
     for demonstration, texts in zip(real, files.values(), strict=True):
         assert not demonstration.deviation, f"{demonstration.task}: {demonstration.deviation}"
