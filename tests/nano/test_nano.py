@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from etude.errors import InputError
 from etude.tasks.checks.inside import judges
+from etude.tasks.checks.inside.guard import VerifierBroken, check_readable
 from etude.tasks.harbor import read_task
 from etude.tasks.leaks import find_leaks, measured_answers
 from etude_nano import word_lists
@@ -53,6 +54,15 @@ def line_of(files: Mapping[str, str], key: str) -> str:
     return next(line for line in files["task.toml"].splitlines() if line.startswith(f"{key} = ")).partition(" = ")[2]
 
 
+def python_for_all_users() -> str:
+    """Return an interpreter that the user of submitted code can read; that of the tests may be in a closed home."""
+    try:
+        check_readable(os.__file__)
+    except VerifierBroken:
+        return "/usr/bin/python3"
+    return sys.executable
+
+
 class LocalTask:
     """A task written to a local directory and verified there by its own verifier. Only for our own code."""
 
@@ -81,7 +91,7 @@ class LocalTask:
         final = self.logs / "agent/final.txt"
         files = {**judges.read_workspace(str(self.work)), judges.FINAL: final.read_bytes() if final.exists() else b""}
         executed, secrets = judges.prepare(checks, expected, lambda path: None)
-        command = [sys.executable, "-s", "-S", "-B", self.tests / "verifier", "observe"]
+        command = [python_for_all_users(), "-s", "-S", "-B", self.tests / "verifier", "observe"]
         given = json.dumps({"workspace": str(self.work), "checks": executed}).encode()
         done = subprocess.run(command, input=given, capture_output=True, timeout=30)
         assert done.returncode == 0, done.stderr

@@ -69,6 +69,8 @@ def run_guarded(
     `work` gets a function that sends a message to the parent. The child is a fork of this process, so anything that the
     submitted code must not know must not have been read before.
     """
+    if can_switch_user():
+        check_readable(os.__file__)
     secret = os.urandom(24).hex()
     pipes = [os.pipe() for _ in range(3)]
     home = private_directory("home", owner=TESTER)
@@ -142,6 +144,15 @@ def can_switch_user() -> bool:
             return any(int(first) <= TESTER < int(first) + int(count) for first, _, count in map(str.split, file))
     except OSError:
         return True
+
+
+def check_readable(path: str) -> None:
+    """Raise VerifierBroken if the tester cannot read a file of the interpreter: all submissions would fail."""
+    path = os.path.realpath(path)
+    parents = [path[:at] or "/" for at, sign in enumerate(path) if sign == "/"]
+    closed = [each for each in parents if not os.stat(each).st_mode & 0o001]
+    if closed or not os.stat(path).st_mode & 0o004:
+        raise VerifierBroken(f"user {TESTER} cannot read {path}: start it with a Python that all users can read")
 
 
 def _become_tester() -> None:
