@@ -48,7 +48,6 @@ from etude_nano.tokenizer import train_nano_tokenizer
 
 MAX_PARTS = 64  # more than cores, so that none waits long for the last; each has at least a megabyte of code
 MAX_CODE_TOKENS = 1024  # tokens of a code document, so that it fits into one row
-MEASURED_DRAWS = 20_000  # functions drawn to find those of the measured sides that real code may contain too
 CARD = "card.json"
 
 Documents = list[tuple[npt.NDArray[np.uint16], npt.NDArray[np.bool_]]]
@@ -62,6 +61,7 @@ class Amounts:
     drills: int = 40_000  # documents
     code: float = 60.0  # megabytes
     programs: int = 120_000  # programs of the training side
+    measured: int = 20_000  # functions to draw, to find those of the measured sides that real code contains too
     seed: int = 0
 
 
@@ -76,9 +76,9 @@ def make_base_data(
     if out.exists() and any(out.iterdir()):
         raise InputError(f"{out} is not empty; name a directory that does not exist yet")
     started = time.monotonic()
-    measured = measured_forms(MEASURED_DRAWS)
-    found = code_texts(sources, int(amounts.code * 1e6), amounts.seed)
-    texts = [text for text in found if measured.isdisjoint(definition_digests(text))]
+    texts = list(code_texts(sources, int(amounts.code * 1e6), amounts.seed))
+    measured = measured_forms(amounts.measured)
+    texts = [text for text in texts if measured.isdisjoint(definition_digests(text))]
     parts = max(1, min(MAX_PARTS, int(amounts.code)))
     progress(0, parts, f"{len(texts)} files of code")
     sample = Random(amounts.seed).sample(texts, min(250, len(texts)))

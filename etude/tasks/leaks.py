@@ -9,7 +9,6 @@ answers in training tasks, corpora, and files of conversations or code.
 
 import ast
 import json
-import tomllib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ from etude.data.canonical import definition_digests
 from etude.data.corpus import TOKENIZER
 from etude.data.shards import MANIFEST, Shards
 from etude.errors import InputError
-from etude.globs import Globs
 from etude.tasks.harbor import find_tasks
 
 MIN_NODES = 10  # of a syntax tree: smaller definitions (a stub, a getter) occur everywhere and are no answers
@@ -100,9 +98,7 @@ def task_answer(name: str, files: Mapping[str, str]) -> TaskAnswer:
     }
     if changed:
         return TaskAnswer(name, changed=frozenset(changed))
-    protected = Globs(tomllib.loads(files["task.toml"]).get("metadata", {}).get("protected", ()))
-    code = [found for path, found in before.items() if not protected.matches(path)]
-    shown = {digest for found in code for digest, source in found.items() if not _is_small(source)}
+    shown = {digest for found in before.values() for digest, code in found.items() if not _is_small(code)}
     return TaskAnswer(name, shown=frozenset(shown))
 
 

@@ -19,6 +19,7 @@ from etude.tasks.task import Task
 from etude.tasks.verifier import verify_environment
 from etude_nano.demonstrator import DemonstratorStyle, demonstration_turns, read_files
 from etude_nano.pod_sessions import Demonstration, run_demonstrations, vocabulary_texts
+from etude_nano.sides import UNSEEN_FAMILIES
 from etude_nano.simulated_sessions import simulate_demonstration
 from etude_nano.source import FAMILIES, nano_task, nano_tasks
 
@@ -52,9 +53,10 @@ def run_all(tasks: list[Task], style: DemonstratorStyle | None = None, *, verify
 
 def test_demonstrations_of_every_family_solve_their_tasks_in_pods_within_a_small_window(tmp_path: Path) -> None:
     chosen = {
-        f"{name}-{level}": nano_task(SEED, "train", level, name)
+        f"{name}-{level}": nano_task(SEED, split, level, name)
         for name, family in FAMILIES.items()
         for level in {family.difficulties[0], family.difficulties[-1]}
+        for split in (("unseen" if name in UNSEEN_FAMILIES else "train"),)
     }
     demonstrations = run_all(written(tmp_path, chosen))
     assert len(demonstrations) == len(chosen)
