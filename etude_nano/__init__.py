@@ -1,6 +1,6 @@
 """Nano tasks: miniature coding tasks, their demonstrations and base-model data, for models of a few million parameters.
 
-A task is a pure function of its seed; held-out tasks use function templates or faults that no training task has.
+A task is a pure function of its seed and split; no function occurs in tasks of two splits.
 Demonstrations are scripted sessions, token-exact, in pods or simulated without them. `etude_nano.plugin` registers the
 task source `nano`. The names below are imported when first used.
 """
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from etude_nano.pod_sessions import run_demonstrations as run_demonstrations
     from etude_nano.pod_sessions import vocabulary_texts as vocabulary_texts
     from etude_nano.simulated_sessions import simulate_demonstration as simulate_demonstration
-    from etude_nano.simulated_sessions import simulate_demonstrations as simulate_demonstrations
     from etude_nano.simulated_sessions import simulate_session as simulate_session
     from etude_nano.source import generate_nano as generate_nano
     from etude_nano.source import nano_task as nano_task

@@ -19,16 +19,16 @@ def base_data(
         typer.Option("--from", help="Python code: a directory, stdlib, site-packages or a part of it; repeatable."),
     ] = None,
     exercises: Annotated[int, typer.Option(min=0, help="Exercise sessions.")] = 160_000,
-    demonstrations: Annotated[int, typer.Option(min=0, help="Demonstrations on training tasks.")] = 0,
     drills: Annotated[int, typer.Option(min=0, help="Copying drills.")] = 40_000,
     code: Annotated[float, typer.Option(min=0.1, help="Megabytes of code.")] = 60.0,
+    programs: Annotated[int, typer.Option(min=0, help="Programs of the training side.")] = 120_000,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     processes: Annotated[int | None, typer.Option("--at-once", "-j", min=1, help="By default one per core.")] = None,
 ) -> None:
     """Make the tokenizer and the corpora of the nano base model; recipes/nano-base.toml trains on them."""
     from etude_nano.base_data import Amounts, make_base_data
 
-    amounts = Amounts(practice=exercises, sessions=demonstrations, drills=drills, code=code, seed=seed)
+    amounts = Amounts(practice=exercises, drills=drills, code=code, programs=programs, seed=seed)
     with progress_bars() as bars, progress_line("nano base data", bars) as report:
         made = make_base_data(out, sources or ["stdlib", "site-packages"], amounts, report, processes)
     print(json.dumps(made))

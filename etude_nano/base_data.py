@@ -1,12 +1,14 @@
-"""The data of the nano base model, made on all cores: a tokenizer and up to four token corpora.
+"""The data of the nano base model, made on all cores: a tokenizer and three token corpora.
 
     OUT/tokenizer     see `tokenizer.py`
-    OUT/code          code of installed packages, and training programs as plain files
+    OUT/code          code of installed packages, and programs of the training side, some with results of calls
     OUT/drills        listings with lines copied and changed, many to a document: the shortest way to learn copying
-    OUT/practice      sessions of exercises (`exercises.py`)
-    OUT/sessions      demonstrations of training tasks; none by default
+    OUT/practice      sessions of exercises (`exercises.py`): the tools and their format
+    OUT/card.json     documents and tokens of each corpus, and how they were made
 
-`recipes/nano-base.toml` trains on them. The same arguments and packages give the same bytes.
+The base has seen code and the tool format, and no session of a kind that tasks have. No document contains a function
+of a measured side (`sides.py`). `recipes/nano-base.toml` trains on them. The same arguments and packages give the same
+bytes.
 """
 
 import asyncio
@@ -27,6 +29,7 @@ import numpy.typing as npt
 
 from etude.chat.dialects import dialect_for
 from etude.chat.tokenizer import Tokenizer
+from etude.data.canonical import definition_digest, definition_digests
 from etude.data.corpus import TOKENIZER
 from etude.data.shards import FORMAT, MANIFEST, SPLITS, ShardWriter
 from etude.data.sources import locate_source
@@ -35,14 +38,17 @@ from etude.system.cores import usable_cores
 from etude.system.progress import ProgressCallback
 from etude_nano.code_snippets import SnippetPool, extract_snippets, invent_name, make_pool, rename_identifiers
 from etude_nano.exercises import draw_exercise, simulate_exercise
+from etude_nano.exercises_programs import draw_exercise_program
+from etude_nano.function_templates import compose_template
 from etude_nano.pod_sessions import vocabulary_texts
-from etude_nano.program import draw_program
-from etude_nano.simulated_sessions import simulate_demonstrations
-from etude_nano.templates import leaf_templates
+from etude_nano.program import plain_cases
+from etude_nano.sides import side_of
+from etude_nano.templates import draw_function, leaf_templates
 from etude_nano.tokenizer import train_nano_tokenizer
 
 MAX_PARTS = 64  # more than cores, so that none waits long for the last; each has at least a megabyte of code
 MAX_CODE_TOKENS = 1024  # tokens of a code document, so that it fits into one row
+CARD = "card.json"
 
 Documents = list[tuple[npt.NDArray[np.uint16], npt.NDArray[np.bool_]]]
 
@@ -52,10 +58,10 @@ class Amounts:
     """How much of each kind of data to make."""
 
     practice: int = 160_000  # sessions of exercises
-    sessions: int = 0  # demonstrations of training tasks
     drills: int = 40_000  # documents
     code: float = 60.0  # megabytes
-    programs: int = 4_000  # training programs as plain files
+    programs: int = 120_000  # programs of the training side
+    measured: int = 20_000  # functions to draw, to find those of the measured sides that real code contains too
     seed: int = 0
 
 
@@ -71,6 +77,8 @@ def make_base_data(
         raise InputError(f"{out} is not empty; name a directory that does not exist yet")
     started = time.monotonic()
     texts = list(code_texts(sources, int(amounts.code * 1e6), amounts.seed))
+    measured = measured_forms(amounts.measured)
+    texts = [text for text in texts if measured.isdisjoint(definition_digests(text))]
     parts = max(1, min(MAX_PARTS, int(amounts.code)))
     progress(0, parts, f"{len(texts)} files of code")
     sample = Random(amounts.seed).sample(texts, min(250, len(texts)))
@@ -79,7 +87,7 @@ def make_base_data(
     tokenizer.save(out / TOKENIZER)
     progress(0, parts, f"tokenizer of {len(tokenizer)}, after {time.monotonic() - started:.0f} s")
     jobs = [(part, parts, texts[part::parts]) for part in range(parts)]
-    made: dict[str, Documents] = {"code": [], "drills": [], "practice": [], "sessions": []}
+    made: dict[str, Documents] = {"code": [], "drills": [], "practice": []}
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # otherwise each forked worker prints a warning
     # fork: the workers inherit the loaded modules, and no thread is running that they need
     with multiprocessing.get_context("fork").Pool(processes or usable_cores()) as workers:
@@ -93,6 +101,8 @@ def make_base_data(
         if documents:
             write_corpus(out / kind, documents, tokenizer, {"kind": kind, **asdict(amounts), "sources": list(sources)})
             facts[kind] = {"documents": len(documents), "tokens": sum(len(ids) for ids, _ in documents)}
+    card = {"amounts": asdict(amounts), "sources": list(sources), "corpora": facts, "tokenizer": tokenizer.digest}
+    (out / CARD).write_text(json.dumps(card, indent=1) + "\n", encoding="utf-8")
     return facts
 
 
@@ -141,24 +151,20 @@ def _make_part(tokenizer_path: Path, amounts: Amounts, job: tuple[int, int, list
         found = [np.array([*tokenizer.encode(text), tokenizer.end_of_text], np.uint16) for text in documents]
         return [(ids, np.ones(len(ids), np.bool_)) for ids in found]
 
-    programs = (program_text(rng) for _ in range(share(amounts.programs)))
+    programs = (program_text(rng, pool) for _ in range(share(amounts.programs)))
     code = [cut for ids, _ in encoded([*texts, *programs]) for cut in _split_document(ids)]
 
-    async def sessions() -> tuple[Documents, Documents]:
+    async def exercises() -> Documents:
         practice: Documents = []
         for number in range(share(amounts.practice)):
             shown = await simulate_exercise(draw_exercise(rng, pool), dialect, f"practice-{part}-{number}")
             if shown is not None:
                 practice.append((shown.tokens.astype(np.uint16), shown.loss_mask))
-        demonstrations: Documents = []
-        if count := share(amounts.sessions):
-            async for each in simulate_demonstrations(count, dialect, seed=10_000_000 + part * 100_000):
-                demonstrations.append((each.tokens.astype(np.uint16), np.ones(len(each.tokens), np.bool_)))
-        return practice, demonstrations
+        return practice
 
-    practice, demonstrations = asyncio.run(sessions())
+    practice = asyncio.run(exercises())
     drills = encoded(drill(rng, pool) for _ in range(share(amounts.drills)))
-    return {"code": code, "drills": drills, "practice": practice, "sessions": demonstrations}
+    return {"code": code, "drills": drills, "practice": practice}
 
 
 def _split_document(ids: npt.NDArray[np.uint16]) -> Documents:
@@ -166,11 +172,25 @@ def _split_document(ids: npt.NDArray[np.uint16]) -> Documents:
     return [(cut, np.ones(len(cut), np.bool_)) for cut in cuts if len(cut) > 16]
 
 
-def program_text(rng: Random) -> str:
-    """Return a correct training program of one file."""
-    program = draw_program(rng.choice(leaf_templates("train")), "train", rng, 1, rng.choice((1, 2)))
-    (text,) = program.files().values()
-    return text
+def program_text(rng: Random, pool: SnippetPool) -> str:
+    """Return a correct program of the training side as one document, often followed by calls and their results."""
+    program = draw_exercise_program(rng, pool)
+    text = "\n\n".join(f"# {path}\n{code}" for path, code in program.files().items())
+    calls = rng.choice((0, 2, 4))
+    cases = [case for each in program.functions for case in plain_cases(each, program, rng, calls) or ()]
+    return text + "".join(f"\n>>> {case.call}\n{case.want}" for case in cases) + "\n"
+
+
+def measured_forms(draws: int) -> frozenset[str]:
+    """Return the canonical digests of functions that measured tasks may have, as far as this many draws show them."""
+    rng = Random("measured forms")
+    found = set()
+    for _ in range(draws):
+        template = rng.choice(leaf_templates()) if rng.random() < 0.2 else compose_template(rng)
+        function = draw_function(template, "new", rng, set()).right
+        if side_of(function) != "train":
+            found.add(definition_digest(function.replace("@", "")))
+    return frozenset(found)
 
 
 # ------------------------------------------------------------------------------------------- drills

@@ -26,17 +26,6 @@ NANO_TOOL_SET = ToolSet(tools=("read_file", "search_replace", "run_terminal_cmd"
 OPERATORS = (("<=", ">=", "==", "!=", "<", ">"), ("+", "-", "*"))
 OPERATOR_OR_NUMBER = re.compile(r"[<>=!]=|[<>+*-]|\d+")
 MIGRATION_PATTERNS = {"migrate-fstring": "%\\|format", "migrate-none": "None", "migrate-type": "type("}
-# Final messages of sessions that stop before the work is done.
-UNFINISHED_ANSWERS = (
-    "Done.",
-    "It should work now.",
-    "I have looked at it. Shall I change it?",
-    "Which of the two do you want?",
-    "I cannot see what is wrong.",
-    "This needs more information. What should it do?",
-    "Looks good to me.",
-    "Fixed.",
-)
 
 
 @dataclass(frozen=True)
@@ -64,13 +53,12 @@ class DemonstratorStyle:
 
     thinking: float = 0.4  # thinks before an edit, from difficulty 3 on
     mistakes: float = 0.12  # errs before a session's only edit; a third as often in the path of a file
-    unfinished: float = 0.0  # stops half-way and claims to be done, asks back, or gives up
     tools: tuple[str, ...] = NANO_TOOL_SET.tools
 
 
 def style_of(settings: TaskSetSettings) -> DemonstratorStyle:
     """Return the style that the settings of a task set ask for."""
-    style = DemonstratorStyle(unfinished=settings.unfinished)
+    style = DemonstratorStyle()
     return style if settings.mistakes is None else replace(style, mistakes=settings.mistakes)
 
 
@@ -88,9 +76,6 @@ def demonstration_turns(
         raise InputError("there is no solution/plan.json; the demonstrator solves nano tasks only")
     demonstrator = Demonstrator(files, seed, style or DemonstratorStyle())
     turns = demonstrator.find_and_read()
-    if style and demonstrator.flip(style.unfinished):
-        seen = turns[: demonstrator.rng.randint(min(1, len(turns)), len(turns))]
-        return [*seen, ScriptedTurn(Message("assistant", demonstrator.rng.choice(UNFINISHED_ANSWERS)))]
     if demonstrator.solution:
         turns += demonstrator.edit_and_check()
     elif demonstrator.plan.get("command"):

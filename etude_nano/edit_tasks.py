@@ -5,21 +5,23 @@ documentation is wrong the code may not change at all.
 """
 
 import re
+from dataclasses import replace
 from random import Random
 
 from etude.tasks.checks import lines_check
 from etude_nano import word_lists as words
+from etude_nano.function_templates import draw_caller, draw_leaf
 from etude_nano.phrases import choose, draw_phrase
 from etude_nano.program import (
     Program,
     distribute_functions,
-    draw_caller,
     draw_cases,
     draw_check,
     draw_program,
     plain_cases,
 )
 from etude_nano.repair_tasks import hidden_calls, verifier_calls
+from etude_nano.sides import SIDES, Split, side_of
 from etude_nano.task_writer import (
     DemonstrationPlan,
     NanoTaskDraft,
@@ -29,14 +31,7 @@ from etude_nano.task_writer import (
     patterns_check,
     text_check,
 )
-from etude_nano.templates import (
-    NanoFunction,
-    Split,
-    change_templates,
-    draw_function,
-    faulty_leaf_templates,
-    leaf_templates,
-)
+from etude_nano.templates import NanoFunction, change_templates, draw_function
 
 MIGRATIONS = ("fstring", "none", "type")
 LEGACY_PATTERNS = {"fstring": "text-formatting", "none": "none-comparisons", "type": "type-comparisons"}
@@ -44,43 +39,58 @@ MODERN_SYNTAX = {"fstring": "f-strings", "none": "is", "type": "isinstance"}
 
 
 def parameter(rng: Random, split: Split, difficulty: int) -> NanoTaskDraft | None:
-    """Draw a task that asks for a new parameter whose default keeps the old behaviour."""
+    """Draw a task that asks to make a number of the code a parameter whose default keeps the old behaviour."""
     taken: set[str] = set()
-    functions = [draw_function(rng.choice(change_templates(split, "add")), split, rng, taken)]
-    extended = functions[0]
-    if difficulty > 1:
-        functions.insert(0, draw_function(rng.choice(leaf_templates(split)), split, rng, taken))
+    old = draw_leaf(split, rng, taken)
+    found = _extracted_parameter(old, rng)
+    if found is None or side_of(found[0].right) != SIDES[split]:
+        return None
+    extended, name, value = found
+    functions = [extended] if difficulty == 1 else [draw_leaf(split, rng, taken), extended]
     program = Program(distribute_functions(functions, 2 if difficulty == 3 else 1, rng))
-    before = {extended.name: extended.before}
-    right, old = program.load(), program.load(before)
-    cases = draw_cases(extended, right, old, rng, revealing=3, plain=2)
+    before = {extended.name: old.right}
+    cases = draw_cases(extended, program.load(), program.load(before), rng, revealing=3, plain=2)
     plain = [case for case in cases or () if not case.reveals]
     if not cases or not plain:
         return None
     check = draw_check(program, [plain[0], cases[0]], rng)
     file = program.file_of(extended.name)
-    request = extended.request if difficulty > 1 else f"{file}: {extended.request}"
+    request = draw_phrase(rng, "edit_tasks.parameter_request", function=extended.name, name=name, value=value)
     files, broken = program.files(), program.files(before)
     say = choose(rng, f"{extended.name} has the parameter now.", f"Added the parameter to {extended.name} in {file}.")
     return NanoTaskDraft(
         family="parameter",
         category="feature",
         register="imperative",
-        request=request,
+        request=request if difficulty > 1 else f"{file}: {request}",
         repo={**broken, check.path: check.text},
         solution={file: files[file]},
         checks=(calls_check((*verifier_calls(cases, program), *hidden_calls(program))),),
         plan=DemonstrationPlan((file,), check.command, f"{say} {check.path} passes.", "", difficulty == 1),
-        sites=(extended.template,),
+        sites=(f"parameter/{extended.template}",),
         protected=(check.path,),
     )
+
+
+def _extracted_parameter(function: NanoFunction, rng: Random) -> tuple[NanoFunction, str, str] | None:
+    """Return a function with a number of its body as a new last parameter, and the parameter's name and default."""
+    head, doc, body = re.split(r'^(    """.*?"""\n)', function.right, maxsplit=1, flags=re.MULTILINE)
+    numbers = re.findall(r"(?<![\w\"-])\d+(?![\w\"])", body)
+    single = [each for each in numbers if numbers.count(each) == 1 and int(each) > 1]
+    names = [name for name in words.AMOUNTS + words.LIMITS if name not in function.right]
+    if not single or "=" in head:
+        return None
+    value, name = rng.choice(single), rng.choice(names)
+    body = re.sub(rf"(?<![\w\"-]){value}(?![\w\"])", name, body)
+    right = head.replace("):", f", {name}={value}):") + doc + body
+    return replace(function, right=right, faults=(), argument_kinds=(*function.argument_kinds, "few?")), name, value
 
 
 def rename(rng: Random, split: Split, difficulty: int) -> NanoTaskDraft | None:
     """Draw a task that asks to rename a function everywhere; two functions at difficulty 5."""
     count = {1: 2, 2: 2, 3: 2, 4: 3, 5: 3}[difficulty]
     modules = {1: 1, 2: 1, 3: 2, 4: 3, 5: 2}[difficulty]
-    program = draw_program(rng.choice(leaf_templates(split)), split, rng, modules, count)
+    program = draw_program(split, rng, modules, count)
     if difficulty == 4:  # the deepest function has two callers
         deepest, middle, _ = program.functions
         taken = {each.name for each in program.functions}
@@ -153,12 +163,9 @@ def migrate(rng: Random, split: Split, difficulty: int) -> NanoTaskDraft | None:
     """Draw a task that asks to migrate old syntax; in two places at difficulty 5."""
     kind = rng.choice(MIGRATIONS if difficulty < 5 else ("fstring",))
     taken: set[str] = set()
-    old = [
-        draw_function(rng.choice(change_templates(split, kind)), split, rng, taken)
-        for _ in range(1 + (difficulty == 5))
-    ]
+    old = [draw_function(rng.choice(change_templates(kind)), split, rng, taken) for _ in range(1 + (difficulty == 5))]
     others = {1: 0, 2: 1, 3: 1, 4: 2, 5: 0}[difficulty]
-    functions = old + [draw_function(rng.choice(leaf_templates(split)), split, rng, taken) for _ in range(others)]
+    functions = old + [draw_leaf(split, rng, taken) for _ in range(others)]
     rng.shuffle(functions)
     program = Program(distribute_functions(functions, {1: 1, 2: 1, 3: 2, 4: 3, 5: 2}[difficulty], rng))
     repo, right = program.files({each.name: each.before for each in old}), program.files()
@@ -200,9 +207,8 @@ def migrate(rng: Random, split: Split, difficulty: int) -> NanoTaskDraft | None:
 
 def docstring(rng: Random, split: Split, difficulty: int) -> NanoTaskDraft | None:
     """Draw a task in which a number in a docstring differs from the one in the code; the code is right."""
-    program = draw_program(rng.choice(leaf_templates(split)), split, rng, max(1, difficulty - 1), 2)
-    known = program.functions if split == "train" else program.functions[:1]
-    candidates = [each for each in known if _shared_numbers(each)]
+    program = draw_program(split, rng, max(1, difficulty - 1), 2)
+    candidates = [each for each in program.functions if _shared_numbers(each) and side_of(each.right) == SIDES[split]]
     if not candidates:
         return None
     function = rng.choice(candidates)
@@ -260,9 +266,7 @@ def _doc_pattern(doc: str, number: str) -> str:
 
 def readme(rng: Random, split: Split, difficulty: int) -> NanoTaskDraft | None:
     """Draw a task in which the README names a function or a file by a name that it no longer has."""
-    program = draw_program(
-        rng.choice(leaf_templates(split)), split, rng, max(1, difficulty - 1), max(1, difficulty - 1)
-    )
+    program = draw_program(split, rng, max(1, difficulty - 1), max(1, difficulty - 1))
     top, file = program.top, program.file_of(program.top.name)
     cases = plain_cases(top, program, rng, 2)
     if not cases:
@@ -308,7 +312,7 @@ def readme(rng: Random, split: Split, difficulty: int) -> NanoTaskDraft | None:
 
 def testing(rng: Random, split: Split, difficulty: int) -> NanoTaskDraft | None:
     """Draw a task with a check that misses a fault: the solution adds the assert that finds it."""
-    program = draw_program(rng.choice(faulty_leaf_templates(split)), split, rng, max(1, difficulty - 1), difficulty - 1)
+    program = draw_program(split, rng, max(1, difficulty - 1), difficulty - 1, faulty=True)
     faulty = program.functions[0]
     if not faulty.faults:
         return None

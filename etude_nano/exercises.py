@@ -3,7 +3,7 @@
 A model of a few million parameters lacks the skills that every session needs rather than knowledge: finding a file,
 copying from it exactly, writing arguments as JSON, changing only what was asked for, recovering from an error. An
 exercise is a request, a workspace and the turns that solve it; `simulate_exercise` runs it like a demonstration.
-Exercises have requests of their own, and never a function template or fault that is held out.
+No exercise is of a kind that tasks have: requests say word for word what to do, and none describes a fault.
 """
 
 import re

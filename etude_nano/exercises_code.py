@@ -1,18 +1,12 @@
-"""Exercises over snippets of real code: the request says which change to make, or which fault to repair.
-
-Where the request describes a fault, the file has it and the original snippet is the solution.
-"""
+"""Exercises over snippets of real code: the request says which change to make, word for word."""
 
 import re
 from random import Random
 
 from etude_nano.code_snippets import SnippetPool, draw_module_name, identifiers_in, invent_name, rename_identifiers
-from etude_nano.demonstrator import TextEdit
 from etude_nano.exercises import DrawExercise, Exercise, TranscriptBuilder, find_lines, replace_line
 from etude_nano.phrases import choose, draw_phrase
 
-_REVERSED = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
-_OPPOSITE = {"==": "!=", "!=": "==", " in ": " not in ", " not in ": " in ", " and ": " or ", " or ": " and "}
 _NUMBER = r"(?<![\w.\"'])\d{1,4}(?![\w.\"'])"
 DEFINITION = re.compile(r"^( *)def (\w+)\(", re.MULTILINE)
 
@@ -241,168 +235,6 @@ def add_documentation(rng: Random, pool: SnippetPool) -> Exercise | None:
     )
 
 
-def add_parameter(rng: Random, pool: SnippetPool) -> Exercise | None:
-    """Draw an exercise that adds a parameter with a default."""
-    path, text = draw_file(rng, pool)
-    found = [(at, line) for at, line in find_lines(text, r"^ *def \w+\([^()*]*\):$") if function_at(text, at)]
-    if not found:
-        return None
-    at, line = rng.choice(found)
-    name = function_at(text, at)
-    parameter = invent_name(rng, pool)
-    default = choose(rng, "None", "0", "1", "True", "False", '""', str(rng.randint(2, 99)))
-    comma = "" if "()" in line else ", "
-    after = replace_line(text, at, line.replace("):", f"{comma}{parameter}={default}):"))
-    where = choose(rng, f" in {path}", "")
-    request = draw_phrase(
-        rng, "code.add_parameter_request", name=name, where=where, parameter=parameter, default=default
-    )
-    say = choose(rng, f"{name} takes {parameter} now.", f"Added {parameter} to {name} in {path}.")
-    return single_file_exercise(rng, pool, "signature", path, text, after, request, name, say)
-
-
-def rename(rng: Random, pool: SnippetPool) -> Exercise | None:
-    """Draw an exercise that renames an identifier everywhere."""
-    path, text = draw_file(rng, pool)
-    used = [name for name in identifiers_in(text) if 1 <= len(re.findall(rf"\b{name}\b", text)) <= 5]
-    if not used:
-        return None
-    old, new = rng.choice(used), invent_name(rng, pool)
-    after = re.sub(rf"\b{old}\b", new, text)
-    if new in text:
-        return None
-    repo = with_unrelated_files(rng, pool, path, text)
-    if sum(bool(re.search(rf"\b{old}\b", each)) for each in repo.values()) > 1:
-        return None
-    where = choose(rng, f" in {path}", "", f" ({path})")
-    request = draw_phrase(rng, "code.rename_request", new=new, old=old, where=where)
-    transcript = TranscriptBuilder(rng, request, repo)
-    if path in transcript.known_paths and rng.random() < 0.6:
-        transcript.read(path)
-    else:
-        transcript.grep(old)
-    if text.count(old) == len(re.findall(rf"\b{old}\b", text)) > 1:
-        transcript.apply_edit(TextEdit(path, old, new, everywhere=True))
-    else:
-        transcript.edit_file(path, after)
-    if rng.random() < 0.2:
-        transcript.grep(new)
-    return transcript.finish(
-        "rename", choose(rng, f"Renamed {old} to {new} in {path}.", f"{old} is called {new} now.", "Renamed.")
-    )
-
-
-# ------------------------------------------------------------------------------------------- described faults
-
-
-def reversed_operator(rng: Random, pool: SnippetPool) -> Exercise | None:
-    """Draw an exercise with a reversed comparison, sign or condition."""
-    path, right = draw_file(rng, pool)
-    found = find_lines(right, r" (<=|>=|<|>|==|!=|in|not in|and|or|\+|-) ", lambda line: '"' not in line)
-    if not found:
-        return None
-    at, line = rng.choice(found)
-    match = rng.choice(list(re.finditer(r" (<=|>=|<|>|==|!=|not in|in|and|or|\+|-) ", line)))
-    sign = match.group(1)
-    if sign == "in" and (" for " in line or line.lstrip().startswith("for")):
-        return None
-    other = {**_REVERSED, "+": "-", "-": "+"}.get(sign) or _OPPOSITE[sign if sign in _OPPOSITE else f" {sign} "].strip()
-    wrong = line[: match.start() + 1] + other + line[match.end() - 1 :]
-    where, lead = _describe_place(rng, path, right, at, wrong)
-    inside = function_at(right, at)
-    if sign in _REVERSED:
-        why = choose(rng, f"The comparison in {where} is the wrong way round.", f"{where} compares the wrong way.")
-    elif sign in "+-":
-        done = "add" if sign == "+" else "subtract"
-        why = choose(rng, f"{where} should {done}.", f"{where}: we want to {done} here.")
-    else:
-        why = choose(
-            rng, f"The condition in {where} is the opposite of what it should be.", f"{where}: it is the other way."
-        )
-    before = replace_line(right, at, wrong)
-    if len(re.findall(rf" {re.escape(other)} ", wrong)) > 1 and sign not in _REVERSED:
-        return None
-    say = choose(
-        rng, f"Line {at} of {path} has {sign} now.", f"It was {other} and is {sign} now.", f"Fixed {inside or path}."
-    )
-    return single_file_exercise(rng, pool, "turned", path, before, right, why, lead, say)
-
-
-def missing_return(rng: Random, pool: SnippetPool) -> Exercise | None:
-    """Draw an exercise with a function that does not return its result."""
-    path, right = draw_file(rng, pool)
-    found = [(at, line) for at, line in find_lines(right, r"^ +return [a-z]\w*[^\n]*$") if function_at(right, at)]
-    if not found:
-        return None
-    at, line = rng.choice(found)
-    name = function_at(right, at)
-    before = replace_line(right, at, line.replace("return ", "", 1))
-    where = choose(rng, f" in {path}", "", f" ({path})")
-    request = choose(
-        rng,
-        f"{name}{where} gives None. Line {at} should return.",
-        f"{name}{where} forgets to return on line {at}.",
-        f"A return is missing in {name}{where}: `{line.strip()[7:]}`.",
-    )
-    say = choose(rng, f"{name} returns it now.", f"Added the return to {name} in {path}.")
-    return single_file_exercise(rng, pool, "no-return", path, before, right, request, name, say)
-
-
-def swapped_arguments(rng: Random, pool: SnippetPool) -> Exercise | None:
-    """Draw an exercise with two arguments in the wrong order."""
-    path, right = draw_file(rng, pool)
-    call = r"(\w+)\((\w+), (\w+)\)"
-    found = find_lines(right, call, lambda line: not line.lstrip().startswith(("def", "class")))
-    if not found:
-        return None
-    at, line = rng.choice(found)
-    match = rng.choice(list(re.finditer(call, line)))
-    name, one, two = match.groups()
-    if one == two:
-        return None
-    before = replace_line(right, at, line.replace(match.group(), f"{name}({two}, {one})"))
-    where, lead = _describe_place(rng, path, right, at, line)
-    if "`" in where:
-        return None
-    request = draw_phrase(rng, "code.swapped_arguments_request", name=name, where=where, one=one, two=two)
-    say = choose(rng, f"{name}({one}, {two}) now.", f"Swapped the arguments of {name}.", "Done.")
-    return single_file_exercise(rng, pool, "order", path, before, right, request, lead, say)
-
-
-def misspelt_name(rng: Random, pool: SnippetPool) -> Exercise | None:
-    """Draw an exercise with a misspelt name."""
-    path, right = draw_file(rng, pool)
-    used = [name for name in identifiers_in(right) if len(name) > 3 and len(re.findall(rf"\b{name}\b", right)) > 1]
-    if not used:
-        return None
-    name = rng.choice(used)
-    places = find_lines(right, rf"\b{name}\b", lambda line: not line.lstrip().startswith(("def", "class", "import")))
-    if not places:
-        return None
-    at, line = rng.choice(places)
-    middle = rng.randrange(1, len(name) - 1)
-    wrong = rng.choice(
-        (name[:middle] + name[middle + 1 :], name[:middle] + name[middle + 1] + name[middle] + name[middle + 2 :])
-    )
-    if wrong in right or wrong == name or len(re.findall(rf"\b{name}\b", line)) != 1:
-        return None
-    before = replace_line(right, at, re.sub(rf"\b{name}\b", wrong, line))
-    request = draw_phrase(rng, "code.misspelt_name_request", wrong=wrong, name=name, path=path, at=at)
-    repo = with_unrelated_files(rng, pool, path, before)
-    transcript = TranscriptBuilder(rng, request, repo)
-    if path in transcript.known_paths and rng.random() < 0.7:
-        transcript.read(path)
-    else:
-        transcript.grep(wrong)
-        if rng.random() < 0.6:
-            transcript.read(path)
-    transcript.edit_file(path, right)
-    return transcript.finish(
-        "misspelt",
-        choose(rng, f"{path} says {name} now.", f"It was misspelt: {name}, not {wrong}.", "Fixed the name."),
-    )
-
-
 CODE_EXERCISES: tuple[tuple[DrawExercise, int], ...] = (
     (change_number, 6),
     (change_name, 8),
@@ -410,10 +242,4 @@ CODE_EXERCISES: tuple[tuple[DrawExercise, int], ...] = (
     (change_line, 9),
     (write_body, 5),
     (add_documentation, 4),
-    (add_parameter, 3),
-    (rename, 6),
-    (reversed_operator, 5),
-    (missing_return, 4),
-    (swapped_arguments, 3),
-    (misspelt_name, 6),
 )

@@ -1,29 +1,29 @@
-"""Generated function templates, far more than the written ones: the material of a base model's exercises.
+"""Draw functions: from written templates, or from templates that are composed at random, of which there are far more.
 
-A generated template is a `FunctionTemplate` composed at random from `data/generated.txt`: a skeleton of the function, a
-filter, and an expression for each element. Reading many teaches a model how docstrings and code correspond without
-showing it a template of a held-out task: `is_held_out` recognizes those by their structure, whatever their names and
-numbers, and no exercise shows one.
+A composed template is a `FunctionTemplate` made from `data/generated.txt`: a skeleton of the function, a filter, and an
+expression for each element. `draw_leaf` and `draw_caller` draw functions that may occur in the tasks of a split.
 """
 
-import ast
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from random import Random
 
+from etude_nano.sides import SIDES, Split, side_of
 from etude_nano.templates import (
-    TEMPLATE_FILES,
     FunctionTemplate,
     NanoFunction,
+    caller_templates,
     draw_function,
+    leaf_templates,
     parse_templates,
-    read_templates,
 )
 from etude_nano.word_lists import split_words
 
+WRITTEN_SHARE = 0.15  # of the functions; the others are composed
+COMBINED_SHARE = 0.5  # of the filters and expressions, each of two
 _VERBS = split_words(
     "pick take gather collect reckon weigh survey fetch scan trace list_of report_on figure note draw mark_up "
     "run_over work_on inspect derive prepare settle assess judge size_up go_over sum_up look_up make"
@@ -75,46 +75,63 @@ def read_skeletons() -> SkeletonFile:
     return SkeletonFile(tuple(skeletons), tables)
 
 
-def generate_template(rng: Random) -> FunctionTemplate:
-    """Return a random template that is not held out."""
+def compose_template(rng: Random) -> FunctionTemplate:
+    """Return a random template."""
     while True:
         (group,) = rng.choices(list(_GROUP_WEIGHTS), list(_GROUP_WEIGHTS.values()))
-        template = _compose(group, rng.choice(read_skeletons().of(group)), rng)
-        if template is not None and not is_held_out(template.text()):
+        if (template := _compose(group, rng.choice(read_skeletons().of(group)), rng)) is not None:
             return template
 
 
-def draw_generated_function(rng: Random, taken: set[str], preset: dict[str, str]) -> NanoFunction:
-    """Draw a function of a generated template, with its faults; `preset` gives words for its slots."""
-    function = draw_function(generate_template(rng), "train", rng, taken, preset)
-    return _without_held_out_faults(function)
+def draw_leaf(
+    split: Split,
+    rng: Random,
+    taken: set[str],
+    preset: Mapping[str, str] | None = None,
+    *,
+    faulty: bool = False,
+    result: str = "",
+) -> NanoFunction:
+    """Draw a function that calls no other, of the split's side; with a fault, and of a kind of result, if asked for."""
+    while True:
+        template = rng.choice(leaf_templates()) if rng.random() < WRITTEN_SHARE else compose_template(rng)
+        if result in ("", template.result):
+            function = draw_function(template, split, rng, set(taken), preset)
+            if _fits(function, split, taken) and (function.faults or not faulty):
+                taken.add(function.name)
+                return function
 
 
-def draw_generated_caller(inner: NanoFunction, rng: Random, taken: set[str], preset: dict[str, str]) -> NanoFunction:
-    """Draw a function that calls another with its arguments."""
+def draw_caller(
+    inner: NanoFunction, split: Split, rng: Random, taken: set[str], preset: Mapping[str, str] | None = None
+) -> NanoFunction:
+    """Draw a function that calls another, with the same arguments.
+
+    A training task has training functions only. In a measured task, callers of other sides have no faults."""
     parameters, swapped = ", ".join(inner.parameters), ", ".join(reversed(inner.parameters))
     words = {
-        **preset,
+        **(preset or {}),
         "params": parameters,
         "call": f"@{inner.name}({parameters})",
         "swapped": f"@{inner.name}({swapped})",
         "inner": inner.name,
     }
-    skeletons = read_skeletons()
+    written, skeletons = caller_templates(inner.result), read_skeletons()
     fitting = [*skeletons.of("caller", "any"), *2 * skeletons.of("caller", inner.result)]
-    while (template := _compose("caller", rng.choice(fitting), rng)) is None or is_held_out(template.text()):
-        pass
-    caller = draw_function(template, "train", rng, taken, words)
-    required = tuple(kind for kind in inner.argument_kinds if not kind.endswith("?"))
-    made = NanoFunction(
-        caller.template, caller.name, caller.right, caller.faults, caller.parameters, required, caller.result
-    )
-    return _without_held_out_faults(made)
+    while True:
+        composed = rng.random() >= 2 * WRITTEN_SHARE
+        template = _compose("caller", rng.choice(fitting), rng) if composed else rng.choice(written)
+        if template is not None:
+            caller = draw_function(template, split, rng, set(taken), words)
+            own_side = _fits(caller, split, taken)
+            if own_side or (split != "train" and caller.name not in taken):
+                taken.add(caller.name)
+                required = tuple(kind for kind in inner.argument_kinds if not kind.endswith("?"))
+                return replace(caller, argument_kinds=required, faults=caller.faults if own_side else ())
 
 
-def _without_held_out_faults(function: NanoFunction) -> NanoFunction:
-    faults = tuple(fault for fault in function.faults if not is_held_out_fault(function.right, fault.text))
-    return NanoFunction(**{**vars(function), "faults": faults})
+def _fits(function: NanoFunction, split: Split, taken: set[str]) -> bool:
+    return function.name not in taken and side_of(function.right) == SIDES[split]
 
 
 # ------------------------------------------------------------------------------------------- composing templates
@@ -141,13 +158,13 @@ def _compose(group: str, skeleton: Skeleton, rng: Random) -> FunctionTemplate | 
     every, one = _LIST_NAMES.get(group, ("", ""))
     which, test, extra_kind = "", "", ""
     if f"filters {group}" in tables and (not is_list or rng.random() < 0.75):
-        which, test, extra_kind = rng.choice(tables[f"filters {group}"])
+        which, test, extra_kind = _draw_filter(tables[f"filters {group}"], rng)
     words, made = "", one
     if f"expressions {group}" in tables and (not is_list or not test or rng.random() < 0.55):
-        words, made = rng.choice(tables[f"expressions {group}"])
+        words, made = _draw_expression(tables[f"expressions {group}"], rng)
     if group == "text" and "$w =" not in text:
         made = made.replace("$w", "$s")
-    if ("<test>" in text and not test) or any(slot in which and slot in words for slot in ("$a", "$k")):
+    if ("<test>" in text and not test) or _slots(which) & _slots(words):
         return None
     some = f"the {every} {which}".rstrip()
     condition = f" if {test}" if test else ""
@@ -172,6 +189,32 @@ def _compose(group: str, skeleton: Skeleton, rng: Random) -> FunctionTemplate | 
     return template
 
 
+def _draw_filter(table: list[list[str]], rng: Random) -> tuple[str, str, str]:
+    """Draw the words, the test and the extra argument of a filter: one row of the table, or two joined by `and`."""
+    which, test, extra = rng.choice(table)
+    if rng.random() < COMBINED_SHARE:
+        words, more, argument = (part.replace("$a", "$b") for part in rng.choice(table))
+        if not _slots(which) & _slots(words) and more != test and not (extra and argument):
+            both = (f"({part})" if " or " in part else part for part in (test, more))
+            return f"{which} and {words}", " and ".join(both), extra or argument
+    return which, test, extra
+
+
+def _draw_expression(table: list[list[str]], rng: Random) -> tuple[str, str]:
+    """Draw the words and the code of an expression: one row of the table, or one applied to another."""
+    words, made = rng.choice(table)
+    if rng.random() < COMBINED_SHARE:
+        then, outer = (part.replace("$a", "$b") for part in rng.choice(table))
+        if not _slots(words) & _slots(then) and words != then and "«" not in made + outer:
+            return f"{words}, then {then}", re.sub(r"\$[xw]\b", lambda _: f"({made})", outer)
+    return words, made
+
+
+def _slots(text: str) -> set[str]:
+    """Return the slots of numbers and texts in a part of a template."""
+    return set(re.findall(r"\$(?:[abknlc]|sep)\b", text))
+
+
 def _draw_returns(text: str, rng: Random) -> str:
     """Draw what `<return RIGHT|WRONG|...>` and `<result EXPRESSION>` stand for: last lines with their faults."""
 
@@ -192,69 +235,3 @@ def _draw_returns(text: str, rng: Random) -> str:
 def _without_marks(text: str) -> str:
     """Return an expression without its fault marks."""
     return re.sub("«([^¦]*)¦[^»]*»", r"\1", re.sub(r"\{([^{}]+)\}", r"\1", text))
-
-
-# ------------------------------------------------------------------------------------------- held-out structures
-
-
-def is_held_out(text: str) -> bool:
-    """Return whether a correct template has the structure of one that is held out."""
-    return structural_form(_fill_slots(text)) in _held_out_forms()
-
-
-def is_held_out_fault(right: str, wrong: str) -> bool:
-    """Return whether only held-out tasks show this fault."""
-    return structural_form(_fill_slots(right), _fill_slots(wrong)) in _held_out_forms()
-
-
-@cache
-def _held_out_forms() -> frozenset[tuple[str, ...]]:
-    forms = set()
-    for template in read_templates(*TEMPLATE_FILES):
-        if template.held_out:
-            forms.add(structural_form(_fill_slots(template.text())))
-        else:
-            wrong = [template.text(place) for place in template.fault_places("held-out")]
-            forms |= {structural_form(_fill_slots(template.text()), _fill_slots(each)) for each in wrong}
-    return frozenset(forms)
-
-
-def _fill_slots(template: str) -> str:
-    """Return code that parses, with one fixed name or number for each slot."""
-    text = re.sub(r"@?\$(call|swapped)", "called(given)", template).replace("@", "").replace("$params", "given")
-    numbers = {"a": "2", "aw": "3", "b": "5", "k": "7", "kw": "11"}
-    return re.sub(r"\$([a-z]+)", lambda slot: numbers.get(slot.group(1), f"slot_{slot.group(1)}"), text)
-
-
-def structural_form(*texts: str) -> tuple[str, ...]:
-    """Return the syntax trees of functions with names, numbers and strings numbered, and without docstrings."""
-    marks: dict[str, str] = {}
-
-    def mark(kind: str, value: object) -> str:
-        return marks.setdefault(f"{kind} {value!r}", f"{kind}{len(marks)}")
-
-    forms = []
-    for text in texts:
-        tree = ast.parse(text)
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef):
-                node.name = "f"
-                node.body = [line for line in node.body if not _is_docstring(line)] or [ast.Pass()]
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Name) and node.id not in _BUILTINS:
-                node.id = mark("name", node.id)
-            elif isinstance(node, ast.arg):
-                node.arg = mark("name", node.arg)
-            elif isinstance(node, ast.Constant) and isinstance(node.value, int | str) and node.value not in (0, 1):
-                node.value = mark(type(node.value).__name__, node.value)
-        forms.append(ast.dump(tree))
-    return tuple(forms)
-
-
-def _is_docstring(line: ast.stmt) -> bool:
-    return isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant) and isinstance(line.value.value, str)
-
-
-_BUILTINS = frozenset(
-    split_words("sum len max min sorted range enumerate zip any all str int list dict set reversed abs isinstance type")
-)

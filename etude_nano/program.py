@@ -11,16 +11,9 @@ from random import Random
 from typing import Any
 
 from etude_nano import word_lists
-from etude_nano.templates import (
-    Fault,
-    FunctionTemplate,
-    NanoFunction,
-    Split,
-    caller_templates,
-    draw_arguments,
-    draw_function,
-    leaf_templates,
-)
+from etude_nano.function_templates import draw_caller, draw_leaf
+from etude_nano.sides import Split
+from etude_nano.templates import Fault, NanoFunction, draw_arguments
 
 # In the text of a function `@name(` calls another; the spelling of the call depends on the modules of the two.
 _CALL = re.compile(r"@(\w+)")
@@ -147,40 +140,23 @@ def _outcome(function: Any, arguments: Sequence[Any]) -> str:
 # ------------------------------------------------------------------------------------------- drawing programs
 
 
-def draw_caller(inner: NanoFunction, split: Split, rng: Random, taken: set[str]) -> NanoFunction:
-    """Draw a function that calls another, with the same arguments."""
-    template = rng.choice(caller_templates(split, inner.result))
-    parameters = ", ".join(inner.parameters)
-    swapped = ", ".join(reversed(inner.parameters))
-    preset = {
-        "params": parameters,
-        "call": f"@{inner.name}({parameters})",
-        "swapped": f"@{inner.name}({swapped})",
-        "inner": inner.name,
-    }
-    caller = draw_function(template, split, rng, taken, preset)
-    required = tuple(kind for kind in inner.argument_kinds if not kind.endswith("?"))
-    return NanoFunction(
-        caller.template, caller.name, caller.right, caller.faults, caller.parameters, required, caller.result
-    )
+def draw_program(
+    split: Split, rng: Random, modules: int, functions: int, *, faulty: bool = False, result: str = ""
+) -> Program:
+    """Draw a chain of functions from a leaf up, each calling the one before it, distributed over modules.
 
-
-def draw_program(leaf: FunctionTemplate, split: Split, rng: Random, modules: int, functions: int) -> Program:
-    """Draw a chain of functions from a leaf up, each calling the one before it, distributed over modules."""
+    `faulty` and `result` are about the leaf."""
     taken: set[str] = set()
-    chain = [draw_function(leaf, split, rng, taken)]
+    chain = [draw_leaf(split, rng, taken, faulty=faulty, result=result)]
     while len(chain) < functions:
         chain.append(draw_caller(chain[-1], split, rng, taken))
     return Program(distribute_functions(chain, modules, rng), qualified=rng.random() < 0.3)
 
 
-def draw_pair(first: FunctionTemplate, split: Split, rng: Random, modules: int) -> Program:
-    """Draw two independent functions in one module or two, the first from the given template."""
+def draw_pair(split: Split, rng: Random, modules: int, *, faulty: bool = False) -> Program:
+    """Draw two independent functions in one module or two; `faulty` is about the first."""
     taken: set[str] = set()
-    both = [
-        draw_function(first, split, rng, taken),
-        draw_function(rng.choice(leaf_templates(split)), split, rng, taken),
-    ]
+    both = [draw_leaf(split, rng, taken, faulty=faulty), draw_leaf(split, rng, taken)]
     return Program(distribute_functions(both, modules, rng))
 
 

@@ -7,8 +7,8 @@ from etude.tasks.checks import VerifierCheck
 from etude_nano.phrases import choose, draw_phrase
 from etude_nano.program import CHAIN_LAYOUTS, Case, draw_check, draw_fault, draw_pair, draw_program, plain_cases
 from etude_nano.repair_tasks import doubtful_requests, faulty_cases, quoted_code
+from etude_nano.sides import Split
 from etude_nano.task_writer import DemonstrationPlan, NanoTaskDraft, unchanged_check
-from etude_nano.templates import Split, faulty_leaf_templates, leaf_templates
 
 # Patterns that an answer must and must not match where the code is correct.
 CORRECT_PATTERN = r"\b(correct|right|no bug|no change|nothing|as it should|fine|passes|ok|works)\b"
@@ -21,11 +21,10 @@ FAULTY_PATTERN = (
 
 def review(rng: Random, split: Split, difficulty: int) -> NanoTaskDraft | None:
     """Draw a task that asks which function is wrong."""
-    leaf = rng.choice(faulty_leaf_templates(split))
     if difficulty == 2:
-        program = draw_pair(leaf, split, rng, 1)
+        program = draw_pair(split, rng, 1, faulty=True)
     else:
-        program = draw_program(leaf, split, rng, difficulty - 1, difficulty - 1)
+        program = draw_program(split, rng, difficulty - 1, difficulty - 1, faulty=True)
     faulty = program.functions[0]
     fault = draw_fault(faulty, rng)
     if fault is None or (cases := faulty_cases(program, {faulty.name: fault.text}, [faulty], rng)) is None:
@@ -54,7 +53,7 @@ def review(rng: Random, split: Split, difficulty: int) -> NanoTaskDraft | None:
 
 def faulty_line(rng: Random, split: Split, difficulty: int) -> NanoTaskDraft | None:
     """Draw a task that asks for the number of the wrong line."""
-    program = draw_program(rng.choice(faulty_leaf_templates(split)), split, rng, 1, difficulty)
+    program = draw_program(split, rng, 1, difficulty, faulty=True)
     faulty = program.functions[0]
     fault = draw_fault(faulty, rng)
     if fault is None or (cases := faulty_cases(program, {faulty.name: fault.text}, [program.top], rng)) is None:
@@ -91,8 +90,7 @@ def faulty_line(rng: Random, split: Split, difficulty: int) -> NanoTaskDraft | N
 
 def call_value(rng: Random, split: Split, difficulty: int) -> NanoTaskDraft | None:
     """Draw a task that asks for the result of a call."""
-    template = rng.choice([each for each in leaf_templates(split) if each.result == "int"])
-    program = draw_program(template, split, rng, max(1, difficulty - 1), min(2, difficulty))
+    program = draw_program(split, rng, max(1, difficulty - 1), min(2, difficulty), result="int")
     if program.top.result != "int":
         return None
     cases = plain_cases(program.top, program, rng, 6)
@@ -126,7 +124,7 @@ def call_value(rng: Random, split: Split, difficulty: int) -> NanoTaskDraft | No
 
 def defining_file(rng: Random, split: Split, difficulty: int) -> NanoTaskDraft | None:
     """Draw a task that asks which file defines a function."""
-    program = draw_program(rng.choice(leaf_templates(split)), split, rng, difficulty - 1, difficulty - 1)
+    program = draw_program(split, rng, difficulty - 1, difficulty - 1)
     function = rng.choice(program.functions)
     files = program.files()
     cases = plain_cases(program.top, program, rng, 2)
@@ -150,7 +148,7 @@ def defining_file(rng: Random, split: Split, difficulty: int) -> NanoTaskDraft |
 
 def already_correct(rng: Random, split: Split, difficulty: int) -> NanoTaskDraft | None:
     """Draw a task whose request doubts correct code: the answer must say so and change nothing."""
-    program = draw_program(rng.choice(leaf_templates(split)), split, rng, *CHAIN_LAYOUTS[difficulty])
+    program = draw_program(split, rng, *CHAIN_LAYOUTS[difficulty])
     cases = plain_cases(program.top, program, rng, 3)
     if not cases:
         return None

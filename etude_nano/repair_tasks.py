@@ -10,6 +10,7 @@ from random import Random
 from typing import Any
 
 from etude_nano import word_lists
+from etude_nano.function_templates import draw_leaf
 from etude_nano.phrases import choose, draw_phrase
 from etude_nano.program import (
     CHAIN_LAYOUTS,
@@ -24,8 +25,9 @@ from etude_nano.program import (
     draw_program,
     plain_cases,
 )
+from etude_nano.sides import Split
 from etude_nano.task_writer import DemonstrationPlan, NanoTaskDraft, calls_check, data_check
-from etude_nano.templates import Fault, NanoFunction, Split, draw_function, faulty_leaf_templates, leaf_templates
+from etude_nano.templates import Fault, NanoFunction
 
 LOADER = '''\
 import json
@@ -52,13 +54,13 @@ def debugging(rng: Random, split: Split, difficulty: int) -> NanoTaskDraft | Non
     """Draw a task with one fault; with two at difficulty 5."""
     if difficulty == 5:
         return _two_faults(rng, split)
-    leaf = rng.choice(faulty_leaf_templates(split))
     independent = difficulty == 2 and rng.random() < 0.5
-    program = (
-        draw_pair(leaf, split, rng, 1) if independent else draw_program(leaf, split, rng, *CHAIN_LAYOUTS[difficulty])
-    )
+    if independent:
+        program = draw_pair(split, rng, 1, faulty=True)
+    else:
+        program = draw_program(split, rng, *CHAIN_LAYOUTS[difficulty], faulty=True)
     faulty = program.functions[0]
-    if split == "train" and difficulty > 2 and rng.random() < 0.25:
+    if difficulty > 2 and program.functions[1].faults and rng.random() < 0.25:
         faulty = program.functions[1]
     fault = draw_fault(faulty, rng)
     asked = faulty if independent else program.top
@@ -85,9 +87,8 @@ def debugging(rng: Random, split: Split, difficulty: int) -> NanoTaskDraft | Non
 
 def _two_faults(rng: Random, split: Split) -> NanoTaskDraft | None:
     """Draw a task with two faulty functions, in one module or two."""
-    first, second = rng.sample(faulty_leaf_templates(split), 2)
     taken: set[str] = set()
-    both = [draw_function(template, split, rng, taken) for template in (first, second)]
+    both = [draw_leaf(split, rng, taken, faulty=True) for _ in range(2)]
     program = Program(distribute_functions(both, rng.choice((1, 2)), rng))
     faults = [draw_fault(each, rng) for each in both]
     if None in faults:
@@ -116,11 +117,10 @@ def _two_faults(rng: Random, split: Split) -> NanoTaskDraft | None:
 
 def implement(rng: Random, split: Split, difficulty: int) -> NanoTaskDraft | None:
     """Draw a task with a function that is only a docstring with an example; two functions at difficulty 5."""
-    template = rng.choice(leaf_templates(split))
     if difficulty in (2, 5):
-        program = draw_pair(template, split, rng, 1 if difficulty == 2 else 2)
+        program = draw_pair(split, rng, 1 if difficulty == 2 else 2)
     else:
-        program = draw_program(template, split, rng, *CHAIN_LAYOUTS[difficulty])
+        program = draw_program(split, rng, *CHAIN_LAYOUTS[difficulty])
     missing = program.functions[:2] if difficulty == 5 else program.functions[:1]
     right = program.load()
     stubs, finished, cases = {}, {}, []
@@ -185,7 +185,7 @@ def stub(function: NanoFunction, example: Case) -> tuple[str, str]:
 def broken_import(rng: Random, split: Split, difficulty: int) -> NanoTaskDraft | None:
     """Draw a task with an import that misspells a module or a name in it."""
     modules = 3 if difficulty == 4 else 2
-    program = draw_program(rng.choice(leaf_templates(split)), split, rng, modules, modules)
+    program = draw_program(split, rng, modules, modules)
     program = replace(program, qualified=False)
     right = program.files()
     path = rng.choice([f"{module}.py" for module, _ in program.modules[1:]])
@@ -227,7 +227,7 @@ def broken_config(rng: Random, split: Split, difficulty: int) -> NanoTaskDraft |
     values = {name: rng.randint(2, 40) for name in names}
     loader, user = rng.choice(word_lists.MODULES), rng.choice(word_lists.TOP_MODULES)
     key, noun = rng.choice(names), rng.choice(word_lists.NOUNS)[1]
-    operator = rng.choice("+*" if split == "train" else "-")
+    operator = rng.choice("+*-")
     function = f"{noun}_{rng.choice(('cost', 'sum', 'rate', 'now'))}"
     file = rng.choice(("config.json", "settings.json", "values.json"))
     code = {

@@ -14,7 +14,7 @@ import shutil
 import sys
 import tempfile
 import traceback
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -43,7 +43,6 @@ from etude_nano.demonstrator import (
     workspace_files,
 )
 from etude_nano.pod_sessions import BUDGET, NO_SUMMARIES, WINDOW, Demonstration, demonstration_loss_mask, find_deviation
-from etude_nano.source import nano_tasks
 from etude_nano.task_writer import WORKSPACE
 
 FILE_TOOLS = {
@@ -113,14 +112,6 @@ class _NonCountingClient(TokenModelClient):
 
     def count_tokens(self, messages: Sequence[Message]) -> int:
         return 0
-
-
-async def simulate_demonstrations(count: int, dialect: Dialect, *, seed: int) -> AsyncIterator[Demonstration]:
-    """Yield demonstrations of `count` distinct tasks, without those that cannot be simulated or left their script."""
-    for _, files in nano_tasks(count, "train", seed):
-        shown = await simulate_demonstration(files, dialect, seed=seed)
-        if shown is not None and not shown.deviation:
-            yield shown
 
 
 def _memory_directory() -> str | None:

@@ -2,9 +2,8 @@
 
 The templates are text files in `data/`. A template stands under a heading `# id | names | argument kinds | result
 kind`. In its text `$x` is a slot for a word or a number and `«right¦wrong¦kind»` a place for a fault: the correct
-function takes every `right`, a faulty one takes one `wrong`. A kind that ends with `!` is a fault that only held-out
-tasks show in this template, and a template whose heading begins with `#!` occurs in held-out tasks only, so that
-success there shows generalization, not memory.
+function takes every `right`, a faulty one takes one `wrong`. `sides.py` decides which task sets a drawn function may
+occur in.
 
     numbers.txt, texts.txt    functions that call no other
     callers.txt               functions that call another one: `$call` passes on `$params`, `$swapped` reverses their
@@ -19,17 +18,15 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from random import Random
-from typing import Any, Literal
+from typing import Any
 
 from etude_nano import word_lists
-
-Split = Literal["train", "held-out"]
-TEMPLATE_FILES = ("numbers", "texts", "callers", "changes")
+from etude_nano.sides import Split, is_trained_fault, side_of
 
 _MARK = re.compile("«([^¦]*)¦([^¦]*)¦([^»]*)»")
 _SLOT = re.compile(r"\$([a-z]+)")
 _PARAMETER = re.compile(r'(?<=[(,])\s?(\w+)(=(?:"[^"]*"|[^,)]+))?')
-_HEADING = re.compile(r"^#(!?) (.+)$", re.MULTILINE)
+_HEADING = re.compile(r"^# (.+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -51,7 +48,6 @@ class FunctionTemplate:
     names: tuple[str, ...]
     argument_kinds: tuple[str, ...]
     result: str  # int, str, list, bool or dict; in changes.txt the user's request
-    held_out: bool
     parts: tuple[str | tuple[str, str, str], ...]
 
     def text(self, wrong: int = -1) -> str:
@@ -62,12 +58,9 @@ class FunctionTemplate:
         """Return the template with every place wrong: in changes.txt, the code before the change."""
         return "".join(part if isinstance(part, str) else part[1] for part in self.parts)
 
-    def fault_places(self, split: Split) -> list[int]:
-        """Return the places that may be wrong in tasks of a split."""
-        marks = [place for place, part in enumerate(self.parts) if not isinstance(part, str)]
-        if self.held_out:
-            return marks
-        return [place for place in marks if self.fault_kind(place).endswith("!") == (split == "held-out")]
+    def fault_places(self) -> list[int]:
+        """Return the places that may be wrong."""
+        return [place for place, part in enumerate(self.parts) if not isinstance(part, str)]
 
     def fault_kind(self, place: int) -> str:
         return self.parts[place][2]
@@ -102,16 +95,14 @@ def parse_templates(source: str) -> Iterator[FunctionTemplate]:
     """Yield the templates of one source text."""
     headings = list(_HEADING.finditer(source))
     for heading, following in zip(headings, [*headings[1:], None], strict=True):
-        id, names, arguments, result = (field.strip() for field in heading.group(2).split("|", 3))
+        id, names, arguments, result = (field.strip() for field in heading.group(1).split("|", 3))
         text = source[heading.end() : following.start() if following else None].strip("\n") + "\n"
         parts: list[str | tuple[str, str, str]] = []
         at = 0
         for mark in _MARK.finditer(text):
             parts += [text[at : mark.start()], (mark.group(1), mark.group(2), mark.group(3))]
             at = mark.end()
-        yield FunctionTemplate(
-            id, tuple(names.split()), tuple(arguments.split()), result, bool(heading.group(1)), (*parts, text[at:])
-        )
+        yield FunctionTemplate(id, tuple(names.split()), tuple(arguments.split()), result, (*parts, text[at:]))
 
 
 @cache
@@ -121,32 +112,19 @@ def read_templates(*names: str) -> tuple[FunctionTemplate, ...]:
     return tuple(template for source in sources for template in parse_templates(source))
 
 
-@cache
-def leaf_templates(split: Split) -> tuple[FunctionTemplate, ...]:
-    """Return the functions that call no other; for held-out tasks without a fault, only the held-out templates."""
-    leaves = read_templates("numbers", "texts")
-    return tuple(template for template in leaves if template.held_out == (split == "held-out"))
+def leaf_templates() -> tuple[FunctionTemplate, ...]:
+    """Return the written functions that call no other."""
+    return read_templates("numbers", "texts")
 
 
-@cache
-def faulty_leaf_templates(split: Split) -> tuple[FunctionTemplate, ...]:
-    """Return the leaf functions with faults in a split; held-out faults also occur in templates known from training."""
-    fitting = [template for template in read_templates("numbers", "texts") if template.fault_places(split)]
-    return tuple(template for template in fitting if split == "held-out" or not template.held_out)
+def caller_templates(result: str) -> list[FunctionTemplate]:
+    """Return the written functions that call another one with this kind of result."""
+    return [each for each in read_templates("callers") if each.argument_kinds[0] in (result, "any")]
 
 
-@cache
-def caller_templates(split: Split, result: str) -> tuple[FunctionTemplate, ...]:
-    """Return the functions that call another one with this kind of result."""
-    fitting = [each for each in read_templates("callers") if each.argument_kinds[0] in (result, "any")]
-    return tuple(template for template in fitting if split == "held-out" or not template.held_out)
-
-
-@cache
-def change_templates(split: Split, kind: str) -> tuple[FunctionTemplate, ...]:
+def change_templates(kind: str) -> list[FunctionTemplate]:
     """Return the functions before and after a change of a kind."""
-    fitting = [each for each in read_templates("changes") if each.id.split("-")[0] == kind]
-    return tuple(template for template in fitting if template.held_out == (split == "held-out"))
+    return [each for each in read_templates("changes") if each.id.split("-")[0] == kind]
 
 
 # ------------------------------------------------------------------------------------------- filling the slots
@@ -203,7 +181,10 @@ _SLOT_WORDS = {
 def draw_function(
     template: FunctionTemplate, split: Split, rng: Random, taken: set[str], preset: Mapping[str, str] | None = None
 ) -> NanoFunction:
-    """Draw a function under a name that is not in `taken`, and add the name to `taken`."""
+    """Draw a function under a name that is not in `taken`, and add the name to it. Its faults are those of the split.
+
+    A training task shows a function with its fault: both must be of the training side.
+    """
     slots = TemplateSlots(rng, preset)
     for _ in range(20):
         name = slots.fill(rng.choice(template.names))
@@ -214,15 +195,17 @@ def draw_function(
     slots.values["f"] = name
     right = slots.fill(template.text())
     faults = []
-    for place in template.fault_places(split):
+    for place in template.fault_places():
         fixed, wrong = map(slots.fill, template.alternatives(place))
-        kind = template.fault_kind(place).rstrip("!")
-        faults.append(Fault(kind, f"{kind}-{place}", slots.fill(template.text(place)), wrong, fixed))
+        kind, text = template.fault_kind(place), slots.fill(template.text(place))
+        shown = text != right and is_trained_fault(kind, split)
+        if shown and (split != "train" or side_of(text) == "train"):
+            faults.append(Fault(kind, f"{kind}-{place}", text, wrong, fixed))
     return NanoFunction(
         template=template.id,
         name=name,
         right=right,
-        faults=tuple(fault for fault in faults if fault.text != right),
+        faults=tuple(faults),
         parameters=tuple(name for name, default in _PARAMETER.findall(right[: right.index("\n")]) if not default),
         argument_kinds=tuple(slots.fill(kind.replace(".", ".$")) for kind in template.argument_kinds),
         result=template.result,

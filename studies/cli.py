@@ -56,7 +56,7 @@ def list_app() -> typer.Typer:
 
     @app.command(
         help="Ablations of the algorithm and miniatures of the report's figures. `python -m studies.NAME --out DIR` "
-        "runs one and writes its data, a plot, a table and one sentence; minutes on a CPU, fig2 needs a GPU.",
+        "runs one and writes its data, a plot, a table and one sentence; minutes on a CPU.",
         epilog="\n\n".join(["Studies:", *lines, example, EXIT_CODES]),
     )
     def list_studies(ctx: typer.Context) -> None:

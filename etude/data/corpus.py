@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from etude.data.canonical import definition_digests
 from etude.data.conversations import chat_parts, load_chat
 from etude.data.decontaminate import ProtectedNgrams, find_contaminated
 from etude.data.dedup import find_exact_duplicates, find_near_duplicates
@@ -60,6 +61,7 @@ class CorpusOptions:
     validation: float = 0.0  # share of the repositories, chosen by a hash of their names
     held_out: tuple[str, ...] = ()  # names or globs of repositories that are never trained on
     against: tuple[str, ...] = ()  # sources of protected text: benchmarks, repositories kept for evaluation
+    answers: tuple[tuple[str, ...], ...] = ()  # digests of definitions; a document with all of one entry is removed
     near: float = 0.8  # Jaccard similarity from which a document is a near duplicate; 1.0 removes exact ones only
     shingle: int = 5  # words of a shingle
     ngram: int = 13  # words of an n-gram; a common n-gram is a leak
@@ -229,6 +231,7 @@ class _CorpusBuilder:
             similarity = round(one.similarity, 4)
             removed[one.document] = {"reason": one.kind, "of": self._name(one.kept), "similarity": similarity}
         removed |= self._find_contaminated([at for at in left if at not in removed])
+        removed |= self._find_answers([at for at in left if at not in removed])
         return [
             {"at": at, "document": self._name(at), "bytes": self.documents[at].size, **removed[at]}
             for at in sorted(removed)
@@ -270,6 +273,17 @@ class _CorpusBuilder:
             }
             for one in found
         }
+
+    def _find_answers(self, left: Sequence[int]) -> dict[int, dict[str, Any]]:
+        """Return the documents that contain the answer of a measured task, whatever its names and numbers are."""
+        wanted = [frozenset(answer) for answer in self.options.answers]
+        known = frozenset(digest for answer in wanted for digest in answer)
+        removed = {}
+        for at in (at for at in left if known and self._split(at) != "held_out"):
+            found = definition_digests(self._plain_text(at)).keys() & known
+            if found and any(answer <= found for answer in wanted):
+                removed[at] = {"reason": "answer", "of": "a measured task"}
+        return removed
 
     def encode(self, removed: list[dict[str, Any]]) -> None:
         """Write the shards that are not finished yet, split by split."""

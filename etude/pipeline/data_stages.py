@@ -23,7 +23,7 @@ from etude.system.cores import usable_cores
 from etude.system.progress import ProgressCallback
 from etude.tasks.harbor import find_tasks, read_task
 from etude.tasks.settings import TaskSetSettings, TaskSetsSettings
-from etude.tasks.stage import build_task_sets, demonstrations_file
+from etude.tasks.stage import build_task_sets, demonstrations_file, run_answers
 
 TASK_BYTES, DEMONSTRATION_BYTES = 85_000, 2_000  # on disk: a nano task is a dozen small files
 DEMONSTRATION_TOKENS = 460  # of a session on nano tasks
@@ -59,12 +59,18 @@ class TasksStage(Stage[TaskSetsSettings]):
         return StagePlan("tasks", tuple(lines), predict(seconds, "the number of tasks"), disk=disk)
 
     def run(self, run: Run, recipe: Recipe, report: ProgressCallback) -> dict[str, Any]:
-        return build_task_sets(run, self.settings(recipe), report)
+        return build_task_sets(run, self.settings(recipe), report, measured_sets(recipe))
 
     def summarize(self, facts: Facts) -> str:
         sets = [f"{name} {counts['tasks']:,}" for name, counts in facts.items()]
         demonstrations = sum(counts.get("demonstrations", 0) for counts in facts.values())
         return ", ".join(sets) + (f"; {demonstrations:,} demonstrations" if demonstrations else "")
+
+
+def measured_sets(recipe: Recipe) -> set[str]:
+    """Return the task sets that models are measured on: those that evaluations name, and other splits than train."""
+    named = recipe.rl.evaluation.tasks if recipe.rl and recipe.rl.evaluation else ()
+    return {*named, *(each.name for each in (recipe.tasks.build if recipe.tasks else ()) if each.split != "train")}
 
 
 def task_count(task_set: TaskSetSettings) -> int:
@@ -140,7 +146,8 @@ class CorpusStage(Stage[CorporaSettings]):
             if name not in done:
                 sources = [_source_path(run, source) for source in corpus.sources]
                 with run.artefact(name, kind="corpus", stage="corpus", parents=[origin]) as directory:
-                    build_corpus(sources, tokenizer, directory, corpus_options(corpus, recipe.seed), report)
+                    options = corpus_options(corpus, recipe.seed, run_answers(run, measured_sets(recipe)).digests)
+                    build_corpus(sources, tokenizer, directory, options, report)
         return {corpus.name: _corpus_facts(run, f"corpus-{corpus.name}") for corpus in settings.build}
 
     def summarize(self, facts: Facts) -> str:
@@ -151,8 +158,10 @@ class CorpusStage(Stage[CorporaSettings]):
         return "; ".join(one(name, tokens) for name, tokens in facts.items())
 
 
-def corpus_options(corpus: CorpusSettings, seed: int) -> CorpusOptions:
-    return CorpusOptions(**corpus.model_dump(exclude={"name", "sources"}, exclude_none=True), seed=seed)
+def corpus_options(corpus: CorpusSettings, seed: int, answers: tuple[tuple[str, ...], ...] = ()) -> CorpusOptions:
+    """Return the options of a corpus; documents with one of the answers of measured tasks are removed."""
+    given = corpus.model_dump(exclude={"name", "sources"}, exclude_none=True)
+    return CorpusOptions(**given, seed=seed, answers=answers)
 
 
 def _tokenizer_artefact(run: Run) -> Artefact:

@@ -241,8 +241,8 @@ def check_isolation(backend: str, capabilities: Capabilities) -> None:
         raise InputError(f"{ISOLATION_OPTION}={wanted}: expected any or strong")
     if wanted == "strong" and (weak := capabilities.lacks(isolation=True)):
         raise Unsupported(
-            f"{ISOLATION_OPTION}=strong refuses the {backend} backend here, without {'; '.join(weak)}: `etude pods doctor` "
-            "says why; run the service as root, or unset the option"
+            f"{ISOLATION_OPTION}=strong refuses the {backend} backend here, without {'; '.join(weak)}: "
+            "`etude pods doctor` says why; run the service as root, or unset the option"
         )
 
 

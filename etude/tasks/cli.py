@@ -170,6 +170,33 @@ def _facts(task: Task) -> dict[str, Any]:
     }
 
 
+@app.command(epilog="Example:  etude tasks leaks held-out/ --training tasks/ --training corpus/")
+def leaks(
+    measured: Annotated[
+        list[Path], typer.Argument(metavar="DIR...", help="Measured tasks, or directories of them.", show_default=False)
+    ],
+    training: Annotated[
+        list[Path], typer.Option("--training", help="Training tasks, a corpus, or files of text; repeatable.")
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Find training data that contains the answers of measured tasks. Exit code 1 if there is any."""
+    from etude.tasks.leaks import find_leaks, measured_answers
+
+    answers = measured_answers(measured)
+    if not answers.tasks:
+        raise InputError(f"{', '.join(map(str, measured))}: no task found (a directory with a task.toml)")
+    found = list(find_leaks(answers, training))
+    if as_json:
+        print(json.dumps({"tasks": answers.tasks, "leaks": [asdict(leak) for leak in found]}))
+    else:
+        for leak in found:
+            say(f"{leak.task}: its answer is in {leak.source}\n{leak.definition}")
+        leaked = len({leak.task for leak in found})
+        print(f"{len(found)} leaks: {leaked} of {answers.tasks} measured tasks are given away by training data")
+    raise typer.Exit(1 if found else 0)
+
+
 # ------------------------------------------------------------------------------------------------- running
 
 

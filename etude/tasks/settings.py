@@ -15,16 +15,16 @@ class TaskSetSettings(Settings):
     name: str = Field(min_length=1, description="name that other stages use", pattern=r"^[A-Za-z0-9_-]+$")
     source: str | None = Field(default=None, min_length=1, description="task source that generates the tasks")
     path: AbsolutePath | None = Field(default=None, description="directory of tasks to copy instead")
-    split: Literal["train", "held-out"] = Field(default="train", description="which templates and faults to use")
+    split: Literal["train", "validation", "new", "unseen"] = Field(
+        default="train",
+        description="tasks to train on, to choose by (validation), or to measure: new ones, and those of unseen kinds",
+    )
     count: int | None = Field(default=None, ge=1, description="number of tasks to generate")
     difficulties: tuple[Annotated[int, Field(ge=1, le=5)], ...] = Field(
         default=(1, 2, 3, 4, 5), strict=False, min_length=1, description="used in turn; 1 is the easiest"
     )
     seed: int = Field(default=0, ge=0, lt=10**9, description="seed of the first task; the others follow")
     demonstrations: int = Field(default=0, ge=0, description="number of demonstrations, made on tasks outside the set")
-    unfinished: float = Field(
-        default=0.0, ge=0, le=1, description="fraction of the demonstrations that stop half-way, for ablations"
-    )
     mistakes: float | None = Field(
         default=None,
         ge=0,
@@ -44,11 +44,10 @@ class TaskSetSettings(Settings):
                 raise ValueError(f"{given[0]} would not be used: the tasks are copied from path")
         elif self.count is None:
             raise ValueError("count is missing: the number of tasks to generate")
-        if not self.demonstrations and (self.unfinished or self.mistakes is not None):
-            name = "unfinished" if self.unfinished else "mistakes"
-            raise ValueError(f"{name} would not be used: there are no demonstrations")
+        if not self.demonstrations and self.mistakes is not None:
+            raise ValueError("mistakes would not be used: there are no demonstrations")
         if self.demonstrations and self.split != "train":
-            raise ValueError("demonstrations would reveal held-out tasks; give them to a set of the train split")
+            raise ValueError("demonstrations would reveal measured tasks; give them to a set of the train split")
         return self
 
 

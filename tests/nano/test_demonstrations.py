@@ -19,6 +19,7 @@ from etude.tasks.task import Task
 from etude.tasks.trial import run_trial
 from etude_nano.demonstrator import DemonstratorStyle, demonstration_turns, read_files
 from etude_nano.pod_sessions import Demonstration, run_demonstrations, vocabulary_texts
+from etude_nano.sides import UNSEEN_FAMILIES
 from etude_nano.simulated_sessions import simulate_demonstration
 from etude_nano.source import FAMILIES, nano_task, nano_tasks
 
@@ -52,9 +53,10 @@ def run_all(tasks: list[Task], style: DemonstratorStyle | None = None, *, verify
 
 def test_demonstrations_of_every_family_solve_their_tasks_in_pods_within_a_small_window(tmp_path: Path) -> None:
     chosen = {
-        f"{name}-{level}": nano_task(SEED, "train", level, name)
+        f"{name}-{level}": nano_task(SEED, split, level, name)
         for name, family in FAMILIES.items()
         for level in {family.difficulties[0], family.difficulties[-1]}
+        for split in (("unseen" if name in UNSEEN_FAMILIES else "train"),)
     }
     demonstrations = run_all(written(tmp_path, chosen))
     assert len(demonstrations) == len(chosen)
@@ -83,7 +85,7 @@ def test_a_mistake_is_shown_and_corrected_but_masked(tmp_path: Path) -> None:
 
 
 def test_a_simulated_session_has_the_tokens_of_one_in_a_pod(tmp_path: Path) -> None:
-    files = dict(nano_tasks(16, "held-out", seed=SEED))
+    files = dict(nano_tasks(16, "unseen", seed=SEED))
     real = run_all(written(tmp_path, files), verify=False)
     for demonstration, texts in zip(real, files.values(), strict=True):
         assert not demonstration.deviation, f"{demonstration.task}: {demonstration.deviation}"

@@ -1,4 +1,4 @@
-"""Exercises: they follow their scripts, match sessions in pods, and show nothing that is held out."""
+"""Exercises: they follow their scripts, match sessions in pods, and show nothing that is measured."""
 
 import asyncio
 import inspect
@@ -11,6 +11,7 @@ import pytest
 
 from etude.chat.dialects import dialect_for
 from etude.chat.tokenizer import Tokenizer
+from etude.data.canonical import definition_digest
 from etude.data.shards import Shards
 from etude.errors import InputError
 from etude.pods import open_fleet
@@ -25,17 +26,12 @@ from etude_nano.code_snippets import (
     rename_identifiers,
 )
 from etude_nano.exercises import TranscriptBuilder, draw_exercise, simulate_exercise
-from etude_nano.exercises_programs import draw_faulty_program
-from etude_nano.function_templates import (
-    draw_generated_caller,
-    draw_generated_function,
-    is_held_out_fault,
-    structural_form,
-)
+from etude_nano.exercises_programs import run_script
+from etude_nano.function_templates import draw_caller, draw_leaf
 from etude_nano.pod_sessions import run_demonstrations, vocabulary_texts
+from etude_nano.sides import UNSEEN_FAULTS, side_of
 from etude_nano.source import generate_nano
 from etude_nano.task_writer import WORKSPACE
-from etude_nano.templates import TemplateSlots, draw_function, faulty_leaf_templates, parse_templates
 from etude_nano.tokenizer import FRAMES, opening_lines, train_nano_tokenizer
 
 
@@ -70,7 +66,7 @@ def test_exercises_of_all_kinds_follow_their_scripts(pool: SnippetPool, tokenize
 
     asyncio.run(simulate())
     assert lost <= 5
-    assert len(kinds) > 25
+    assert len(kinds) > 15
 
 
 def test_exercises_read_only_files_whose_paths_were_shown(pool: SnippetPool) -> None:
@@ -97,54 +93,41 @@ def test_a_file_is_searched_only_by_a_word_that_was_mentioned(pool: SnippetPool)
     assert dict(transcript.turns[0].message.calls[0].arguments or {}) == {"command": "ls"}
 
 
-def test_no_generated_template_has_a_held_out_structure_and_most_structures_differ() -> None:
-    rng = Random(3)
-    held_out = set()
-    for template in faulty_leaf_templates("held-out"):
-        for _ in range(3):
-            function = draw_function(template, "held-out", rng, set())
-            if template.held_out:
-                held_out.add(structural_form(function.right))
-            for fault in function.faults:
-                held_out.add(structural_form(function.right, fault.text))
-        if not template.held_out:
-            places = template.fault_places("held-out")
-            assert all(is_held_out_fault(template.text(), template.text(place)) for place in places)
-    forms = set()
-    for _ in range(400):
+def test_training_functions_and_their_faults_are_of_the_training_side_and_most_forms_differ() -> None:
+    rng, forms = Random(3), set()
+    for _ in range(300):
         taken: set[str] = set()
-        function = draw_generated_function(rng, taken, {})
-        caller = draw_generated_caller(function, rng, taken, {})
-        assert structural_form(function.right) not in held_out, function.right
-        assert not {structural_form(function.right, fault.text) for fault in function.faults} & held_out, function.right
-        assert {structural_form(caller.right.replace("@", ""))}.isdisjoint(held_out)
-        forms.add(structural_form(function.right))
+        function = draw_leaf("train", rng, taken)
+        caller = draw_caller(function, "train", rng, taken)
+        for each in (function, caller):
+            assert side_of(each.right) == "train", each.right
+            assert all(side_of(fault.text) == "train" for fault in each.faults), each.right
+            assert not {fault.kind for fault in each.faults} & UNSEEN_FAULTS
+        forms.add(definition_digest(function.right))
     assert len(forms) > 150
 
 
-def test_the_structure_of_a_function_ignores_names_and_numbers() -> None:
-    one = 'def f(prices):\n    """Sum."""\n    return sum(prices) + 7\n'
-    assert structural_form(one) == structural_form("def total(xs):\n    return sum(xs) + 30\n")
-    assert structural_form(one) != structural_form("def total(xs):\n    return sum(xs) - 30\n")
-    (template,) = parse_templates("\n# a | f | number | int\ndef $f($x):\n    return $x + $k\n")
-    assert structural_form(TemplateSlots(Random(0), {"f": "f"}).fill(template.text())) == structural_form(
-        "def g(a):\n    return a + 2\n"
-    )
-
-
-def test_a_faulty_program_reveals_its_fault_in_the_first_case(pool: SnippetPool) -> None:
-    found = [each for seed in range(40) if (each := draw_faulty_program(Random(seed), pool)) is not None]
-    assert len(found) > 20
-    for faulty in found:
-        assert faulty.cases[0].reveals
-        assert faulty.repo[faulty.file] != faulty.right[faulty.file]
+def test_an_exercise_tells_what_to_do_and_its_report_is_what_the_script_prints(pool: SnippetPool) -> None:
+    found = [each for seed in range(60) if (each := run_script(Random(seed), pool)) is not None]
+    assert len(found) > 15
+    for exercise in found:
+        script = next(path for path in exercise.repo if path in exercise.request and "print(" in exercise.repo[path])
+        (command,) = [
+            dict(call.arguments or {})["command"]
+            for turn in exercise.turns
+            for call in turn.message.calls
+            if "python3" in str(call.arguments) and not turn.mistake
+        ]
+        assert command == f"python3 {script}"
+        edits = [call for turn in exercise.turns for call in turn.message.calls if call.name == "search_replace"]
+        assert bool(edits) == (exercise.kind == "run-told")
 
 
 def test_a_snippet_with_renamed_identifiers_has_the_same_structure(pool: SnippetPool) -> None:
     snippet = CodeSnippet("add", "def add(left, right):\n    return left + len(right)\n")
     other = rename_identifiers(snippet, Random(2), pool, 1.0)
     assert other.name != "add"
-    assert structural_form(other.text) == structural_form(snippet.text)
+    assert definition_digest(other.text) == definition_digest(snippet.text)
     assert len({invent_name(Random(seed), pool) for seed in range(100)}) > 80
 
 
@@ -204,7 +187,7 @@ def test_base_data_is_a_tokenizer_and_corpora_that_fit_it(tmp_path: Path) -> Non
     source.mkdir()
     for module in (inspect, json.decoder, asyncio.base_events):
         (source / f"{module.__name__}.py").write_text(inspect.getsource(module))
-    amounts = Amounts(practice=12, sessions=4, drills=6, code=1.0, programs=5)
+    amounts = Amounts(practice=12, drills=6, code=1.0, programs=5, measured=200)
     facts = make_base_data(tmp_path / "data", [str(source)], amounts, processes=1)
     tokenizer = Tokenizer.load(tmp_path / "data" / "tokenizer")
     for kind, found in facts.items():
@@ -212,7 +195,7 @@ def test_base_data_is_a_tokenizer_and_corpora_that_fit_it(tmp_path: Path) -> Non
         assert shards.tokenizer_digest == tokenizer.digest
         assert (len(shards), shards.tokens) == (found["documents"], found["tokens"])
     assert facts["practice"]["documents"] >= 10
-    assert facts["sessions"]["documents"] >= 2
+    assert json.loads((tmp_path / "data" / "card.json").read_text())["corpora"] == facts
     with pytest.raises(InputError, match="not empty"):
         make_base_data(tmp_path / "data", [str(source)], amounts)
     with pytest.raises(InputError, match="is not a directory"):

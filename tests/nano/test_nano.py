@@ -19,12 +19,26 @@ from etude.errors import InputError
 from etude.tasks.checks.inside import judges
 from etude.tasks.checks.inside.guard import VerifierBroken, check_readable
 from etude.tasks.harbor import read_task
+from etude.tasks.leaks import find_leaks, measured_answers
 from etude_nano import word_lists
 from etude_nano.demonstrator import edits_between, workspace_files
-from etude_nano.source import DIFFICULTIES, FAMILIES, generate_nano, nano_task, nano_tasks, text_digest
-from etude_nano.templates import TEMPLATE_FILES, read_templates
+from etude_nano.sides import UNSEEN_FAMILIES
+from etude_nano.source import (
+    ALSO_UNSEEN,
+    DIFFICULTIES,
+    families_of,
+    generate_nano,
+    nano_task,
+    nano_tasks,
+    text_digest,
+)
+from etude_nano.templates import read_templates
 
-LEVELS = [(name, level) for name, family in FAMILIES.items() for level in family.difficulties]
+
+def levels_of(split: str) -> list[tuple[str, int]]:
+    """Return the families of a split with each of their difficulties."""
+    families = families_of(split)  # type: ignore[arg-type]
+    return [(name, level) for name, family in families.items() for level in family.difficulties]
 
 
 def metadata(files: Mapping[str, str]) -> dict[str, object]:
@@ -98,7 +112,7 @@ def task_directory() -> Path:
 def test_a_seed_gives_the_same_task_in_every_process() -> None:
     code = (
         "from etude_nano.source import *\n"
-        "print(*[text_digest(nano_task(seed, split)) for seed in range(40) for split in ('train', 'held-out')])"
+        "print(*[text_digest(nano_task(seed, split)) for seed in range(40) for split in ('train', 'unseen')])"
     )
     runs = [
         subprocess.run(
@@ -110,30 +124,37 @@ def test_a_seed_gives_the_same_task_in_every_process() -> None:
     assert len(set(runs[0].split())) == 80
 
 
-def test_ten_thousand_tasks_are_distinct_and_the_splits_share_no_site() -> None:
+def test_thousands_of_tasks_are_distinct_and_of_the_kinds_of_their_split() -> None:
     seen: Counter[str] = Counter()
-    sites: dict[str, set[str]] = {"train": set(), "held-out": set()}
-    families: Counter[str] = Counter()
-    for split, count in (("train", 8500), ("held-out", 1500)):
+    families: dict[str, Counter[str]] = {}
+    for split, count in (("train", 1600), ("validation", 300), ("new", 300), ("unseen", 600)):
+        families[split] = Counter()
         for seed in range(count):
             files = nano_task(seed, split)  # type: ignore[arg-type]
             seen[text_digest(files)] += 1
-            sites[split] |= set(json.loads(line_of(files, "sites")))
-            families[json.loads(line_of(files, "family"))] += 1
-    assert max(seen.values()) == 1, f"{sum(count > 1 for count in seen.values())} tasks came more than once"
-    assert not sites["held-out"] & sites["train"]
-    assert len(families) >= 17
-    assert all(count >= 50 for count in families.values()), families
+            family = json.loads(line_of(files, "family"))
+            families[split][family.partition("-")[0] if family.startswith("migrate") else family] += 1
+    assert sum(count > 1 for count in seen.values()) <= 2, "nearly all tasks are distinct; a set drops the others"
+    assert families["train"].keys() == families["validation"].keys() == families["new"].keys()
+    assert families["train"].keys() & families["unseen"].keys() == set(ALSO_UNSEEN)
+    assert families["unseen"].keys() >= UNSEEN_FAMILIES
+    assert all(count >= 20 for count in families["train"].values()), families
 
 
-def test_held_out_faults_are_never_shown_in_training() -> None:
-    for template in read_templates("numbers", "texts"):
-        train, held_out = set(template.fault_places("train")), set(template.fault_places("held-out"))
-        assert template.held_out or (train and not train & held_out), template.id
+def test_no_training_text_contains_the_answer_of_a_measured_task(tmp_path: Path) -> None:
+    measured = {split: tmp_path / split for split in ("validation", "new", "unseen")}
+    for split, directory in measured.items():
+        generate_nano(directory, 60, split, seed=3)  # type: ignore[arg-type]
+    generate_nano(tmp_path / "train", 200, seed=5)
+    answers = measured_answers(measured.values())
+    assert answers.tasks == 180
+    assert list(find_leaks(answers, [tmp_path / "train"])) == []
+    own = {leak.task for leak in find_leaks(measured_answers([measured["new"]]), [measured["new"]])}
+    assert len(own) > 50, "the search finds answers where they are"
 
 
 def test_no_name_in_a_program_shadows_another() -> None:
-    templates = read_templates(*TEMPLATE_FILES)
+    templates = read_templates("numbers", "texts", "callers", "changes")
     code = " ".join(re.sub(r'"[^"\n]*"', "", each.text() + each.text_before_change()) for each in templates)
     spelt = set(re.findall(r"(?<![$\w])[a-z_]+", code))
     pools = (
@@ -154,9 +175,9 @@ def test_no_name_in_a_program_shadows_another() -> None:
     assert len({template.id for template in templates}) == len(templates)
 
 
-@pytest.mark.parametrize("split", ["train", "held-out"])
+@pytest.mark.parametrize("split", ["train", "unseen"])
 def test_from_difficulty_two_on_the_request_does_not_name_the_site(split: str) -> None:
-    for family, level in LEVELS:
+    for family, level in levels_of(split):
         if level == 1 or family == "testing":  # there the file to change is the check itself
             continue
         for seed in range(12):
@@ -184,7 +205,7 @@ def test_impossible_arguments_are_refused() -> None:
 
 def test_a_set_is_written_whole_and_reads_back(tmp_path: Path) -> None:
     out = tmp_path / "set"
-    categories = generate_nano(out, 40, "held-out", seed=100, difficulties=(1, 3))
+    categories = generate_nano(out, 40, "unseen", seed=100, difficulties=(1, 3))
     assert sum(categories.values()) == 40
     table = tomllib.loads((out / "dataset.toml").read_text())
     tasks = [read_task(out / name) for name in table["tasks"]]
@@ -198,13 +219,13 @@ def test_a_set_is_written_whole_and_reads_back(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------- verification
 
 
-@pytest.mark.parametrize("split", ["train", "held-out"])
+@pytest.mark.parametrize("split", ["train", "new", "unseen"])
 def test_every_family_at_every_difficulty_fails_untouched_and_passes_solved(split: str, task_directory: Path) -> None:
-    for number, (family, level) in enumerate(LEVELS):
+    for number, (family, level) in enumerate(levels_of(split)):
         seed = number if split == "train" else number + 1000
         task = LocalTask(nano_task(seed, split, level, family), task_directory / f"{number}")  # type: ignore[arg-type]
         where = f"nano_task({seed}, {split!r}, {level}, {family!r})"
-        if split == "train":  # for held-out tasks the solved check is enough
+        if split == "train":  # for measured tasks the solved check is enough
             assert task.reward() == "0", where
         task.solve()
         assert task.reward() == "1", where

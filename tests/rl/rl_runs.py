@@ -72,7 +72,7 @@ def make_recipe(directory: Path, *, tasks: int = 24, held_out: int = 3, **rl: An
     """Write a recipe with the model and tasks it names; return its path."""
     make_model(directory / "model")
     generate_nano(directory / "tasks", tasks, "train", 0, (1,))
-    generate_nano(directory / "held-out", held_out, "held-out", 0, (1,))
+    generate_nano(directory / "held-out", held_out, "unseen", 0, (1,))
     table: dict[str, Any] = {
         "model": "model",
         "tasks": "./tasks",

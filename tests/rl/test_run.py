@@ -34,7 +34,7 @@ LIMIT_S = 300
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     evaluation = {"tasks": ["./held-out", "./fresh"], "max_tasks": 2, "samples": 2, "temperature": 1.0}
     directory = tmp_path_factory.mktemp("recipe")
-    generate_nano(directory / "fresh", 3, "held-out", 1, (1,))
+    generate_nano(directory / "fresh", 3, "unseen", 1, (1,))
     return make_recipe(directory, tasks=40, evaluation=evaluation)
 
 

@@ -1,10 +1,9 @@
-"""The studies fig2, fig4, fig5 and fig6: conclusions follow from the numbers, and their runs are ordinary runs."""
+"""The studies fig4, fig5 and fig6: conclusions follow from the numbers, and their runs are ordinary runs."""
 
-import asyncio
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -12,8 +11,6 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 import tomli_w
-import torch
-from rl_runs import tiny_model, tiny_tokenizer
 from typer.testing import CliRunner
 
 from etude.config import differing_keys, settings_data
@@ -27,40 +24,12 @@ from etude.rollouts.queue import RolloutQueue
 from etude.rollouts.settings import evaluation_queue
 from etude.runs.layout import RunLayout
 from etude.runs.run import Run
-from studies import fig2, fig4, fig5, fig6
+from studies import fig4, fig5, fig6
 from studies.cli import study_app
 from studies.study import find_study, run_study, settings_with_overrides, write_result
 from studies.subprocess_runs import Command, last_metrics, recipe_file, run_commands
 
 SVG = "{http://www.w3.org/2000/svg}"
-# The smallest settings that run every stage: minutes on two cores, with meaningless numbers.
-TINY = fig2.Fig2Settings(
-    budgets=(4_096, 8_192, 16_384),
-    foundation=4_096,
-    exercises=40,
-    demonstrations=8,
-    drills=40,
-    code=1.0,
-    hidden=64,
-    layers=2,
-    rows=1,
-    precision="float32",
-    compile=False,
-    sft_demonstrations=8,
-    sft_tokens=8_192,
-    steps=1,
-    groups=1,
-    group_size=2,
-    turns=1,
-    max_turn_tokens=8,
-    in_flight=4,
-    workers=1,
-    evaluation_tasks=2,
-    evaluation_samples=1,
-    loss_sessions=4,
-    loss_files=2,
-    at_once=1,
-)
 
 
 def quietly(done: int, total: int, note: str = "") -> None:
@@ -285,110 +254,6 @@ def test_a_change_within_the_interval_is_not_called_a_rise(
     assert fig5.describe_change(change, "best/4") == words
 
 
-# ------------------------------------------------------------------------------------------------- loss and reward
-
-
-def foundation_artefacts(foundation: Mapping[str, Any]) -> fig2.FoundationArtefacts:
-    """Return the artefacts that a run of this recipe would make."""
-    sets = [f"tasks-{each['name']}" for each in foundation["tasks"]["build"]]
-    corpora = [f"corpus-{each['name']}" for each in foundation["corpus"]["build"]]
-    return fig2.FoundationArtefacts(Path("/made/model"), {name: Path("/made", name) for name in (*sets, *corpora)})
-
-
-def resolved(table: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    path.write_text(tomli_w.dumps(table))
-    return settings_data(load_recipe(path))
-
-
-@pytest.mark.parametrize("s", [fig2.Fig2Settings(), TINY], ids=["default", "tiny"])
-def test_budgets_are_recipes_that_differ_in_nothing_else(s: fig2.Fig2Settings, tmp_path: Path) -> None:
-    foundation = resolved(fig2.foundation_recipe(s, 3, tmp_path), tmp_path / "foundation.toml")
-    assert foundation["pretrain"]["tokens"] == s.foundation
-    assert foundation["tasks"]["build"][0]["count"] >= s.steps * s.groups
-    artefacts = foundation_artefacts(foundation)
-    recipes = [resolved(fig2.budget_recipe(s, 3, tmp_path, b, artefacts), tmp_path / "budget.toml") for b in s.budgets]
-    for recipe, budget in zip(recipes, s.budgets, strict=True):
-        assert recipe.pop("name") == f"fig2-{fig2.budget_name(budget)}"
-        assert recipe["pretrain"].pop("tokens") == budget
-    assert all(recipe == recipes[0] for recipe in recipes)
-    assert recipes[0]["seed"] == 3
-    assert recipes[0]["rl"]["curriculum"]["hard_weight"] == 0
-
-
-def point(tokens: int, loss: float, reward: float) -> fig2.Fig2Budget:
-    half = 0.05
-    return fig2.Fig2Budget(
-        tokens, loss, loss, loss, 0.0, reward, reward - half, reward + half, 0.0, reward, 0.0, 1.0, {}, {"rl": 1.0}
-    )
-
-
-@pytest.mark.parametrize(
-    ("rewards", "words"),
-    [
-        ((0.1, 0.2, 0.4), "at all 3 a lower loss goes with a higher reward."),
-        ((0.1, 0.12, 0.15), "though the intervals of the first and the last overlap."),
-        ((0.1, 0.3, 0.2), "a lower loss goes with a higher reward in 1 of 2 steps between neighbours."),
-        ((0.0, 0.0, 0.0), "a lower loss goes with a higher reward in 0 of 2 steps between neighbours."),
-    ],
-)
-def test_the_conclusion_follows_from_the_points(rewards: tuple[float, ...], words: str, tmp_path: Path) -> None:
-    points = [point(10**n, 3.0 - n / 10, reward) for n, reward in zip((6, 7, 8), rewards, strict=True)]
-    record = written_record("fig2", fig2.build_result(points, fig2.Fig2Settings(), {}), tmp_path)
-    assert record["conclusion"].endswith(words)
-    assert [budget["reward"] for budget in record["data"]["budgets"]] == list(rewards)
-
-
-def test_the_loss_covers_exactly_the_loss_mask() -> None:
-    (session,) = asyncio.run(fig2.draw_demonstrations(tiny_tokenizer(), "train", 1))
-    model = tiny_model()
-    ids = torch.from_numpy(session.tokens.astype(np.int64))
-    with torch.inference_mode():
-        logprobs = model(ids[None])[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
-    mask = torch.from_numpy(session.loss_mask[1:])
-    assert 0 < int(mask.sum()) < len(mask)
-    assert fig2.session_loss(model, [session]) == pytest.approx(-logprobs[mask].mean().item(), rel=1e-4)
-
-
-def test_rewards_are_means_of_groups(tmp_path: Path) -> None:
-    run = trained_run(tmp_path / "run", [reward(bool(right)) for right in (0, 0, 1, 0, 1, 1)])
-    assert {step: means.tolist() for step, means in fig2.rewards_by_step(run).items()} == {1: [0], 2: [0.5], 3: [1]}
-
-
-def test_budgets_must_grow_and_the_default_needs_a_gpu(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="each larger than the one before"):
-        fig2.fig2(0, quietly, replace(TINY, budgets=(8, 8)), tmp_path)
-    assert "budgets of 10M, 50M, 250M tokens" in fig2.estimate_time(fig2.Fig2Settings())
-    assert fig2.budget_name(512_000) == "512k"
-    if not torch.cuda.is_available():
-        with pytest.raises(InputError, match="310M tokens in bfloat16, minutes on a GPU and days on this CPU"):
-            fig2.fig2(0, quietly, directory=tmp_path)
-    assert not list(tmp_path.iterdir())
-
-
-def test_data_of_other_amounts_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "made.json").write_text("{}")
-    with pytest.raises(InputError, match="was made from"):
-        fig2.make_data(TINY, 0, tmp_path / "data", lambda done, note: None)
-
-
-@pytest.mark.slow
-def test_three_budgets_run_every_stage_and_are_not_made_twice(tmp_path: Path) -> None:
-    result = fig2.fig2(0, quietly, TINY, tmp_path / "runs")
-    record = written_record("fig2", result, tmp_path)
-    assert [budget["tokens"] for budget in record["data"]["budgets"]] == list(TINY.budgets)
-    for budget in record["data"]["budgets"]:
-        assert 0 < budget["sessions_loss"] < 20
-        assert 0 < budget["code_loss"] < 20
-        assert budget["seconds"]["rl"] >= 0
-    assert len(record["data"]["seconds"]) == 5
-    again = fig2.fig2(0, quietly, TINY, tmp_path / "runs")
-    assert again.data["budgets"] == result.data["budgets"]
-    assert again.data["seconds"] == {}
-    with pytest.raises(EtudeError, match="started with another recipe"):
-        fig2.fig2(0, quietly, replace(TINY, foundation=8_192), tmp_path / "runs")
-
-
 # ------------------------------------------------------------------------------------------------- commands
 
 
@@ -431,7 +296,6 @@ def test_settings_are_changed_by_name_and_keep_their_type() -> None:
     study = find_study("fig6")
     changed = settings_with_overrides(study, ["qs=[0, 1.5]", "points=11", "max_units=4"])
     assert changed == fig6.Fig6Settings(qs=(0.0, 1.5), points=11, max_units=4.0)
-    assert settings_with_overrides(find_study("fig2"), ["precision=float32", "compile=false"]).precision == "float32"
     for wrong in ("point=3", "points", 'points="many"', "points=1.5", "qs=[]", 'qs=["a"]', "qs=1"):
         with pytest.raises(InputError, match="--set"):
             settings_with_overrides(study, [wrong])

@@ -282,7 +282,7 @@ def test_the_command_of_a_study_writes_its_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
-@pytest.mark.parametrize("name", ["kl", "std", "length", "replay", "summary", "fig2", "fig4", "fig5", "fig6"])
+@pytest.mark.parametrize("name", ["kl", "std", "length", "replay", "summary", "fig4", "fig5", "fig6"])
 def test_every_study_module_runs_its_study(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", [f"studies.{name}", "--help"])
     with pytest.raises(SystemExit) as stopped, redirect_stdout(StringIO()) as shown:

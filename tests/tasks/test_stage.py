@@ -15,7 +15,7 @@ from etude.recipe.recipe import load_recipe
 from etude.runs.run import Run
 from etude.tasks.harbor import find_tasks
 from etude.tasks.stage import DEMONSTRATIONS_FILE, demonstrations_file
-from etude_nano.demonstrator import UNFINISHED_ANSWERS, read_files
+from etude_nano.demonstrator import read_files
 from etude_nano.pod_sessions import vocabulary_texts
 from etude_nano.source import generate_nano, text_digest
 from etude_nano.tokenizer import train_nano_tokenizer
@@ -60,7 +60,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = ModelConfig.from_hugging_face({**CONFIG, "vocab_size": len(tokenizer)})
     models.save(models.initialize(config, dtype=torch.bfloat16), place / "model")
     tokenizer.save(place / "model")
-    generate_nano(place / "given", 2, "held-out")
+    generate_nano(place / "given", 2, "unseen")
     (place / "sets.toml").write_text(RECIPE)
     run_recipe(load_recipe(place / "sets.toml"), place / "run")
     return place
@@ -100,9 +100,8 @@ def test_a_finished_set_is_not_made_again(place: Path) -> None:
         ('path = "given"', 'path = "given"\nsource = "nano"', "give exactly one of them"),
         ('path = "given"', 'path = "given"\ncount = 3', "count would not be used"),
         ("count = 6", "", "count is missing"),
-        ("seed = 40", 'split = "held-out"', "demonstrations would reveal held-out tasks"),
+        ("seed = 40", 'split = "new"', "demonstrations would reveal measured tasks"),
         ("demonstrations = 5", "", '"demonstrations:train" needs a set train'),
-        ("demonstrations = 5", "unfinished = 0.5", "unfinished would not be used"),
         ("demonstrations = 5", "mistakes = 0.0", "mistakes would not be used"),
         ("chat = true", "", "which are conversations"),
         ('name = "mine"', 'name = "train"', "names train twice"),
@@ -122,23 +121,6 @@ def test_a_directory_without_tasks_is_no_set(place: Path, tmp_path: Path) -> Non
     (tmp_path / "sets.toml").write_text(text)
     with pytest.raises(InputError, match="has no task"):
         run_recipe(load_recipe(tmp_path / "sets.toml"), tmp_path / "run")
-
-
-def test_some_demonstrations_stop_half_way_when_asked_to(place: Path, tmp_path: Path) -> None:
-    text = RECIPE.replace("demonstrations = 5", "demonstrations = 8\nunfinished = 1.0").replace(
-        '"./model"', f'"{place / "model"}"'
-    )
-    recipe = tmp_path / "recipe.toml"
-    recipe.write_text(text.replace('path = "given"', f'path = "{place / "given"}"'))
-    run_recipe(load_recipe(recipe), tmp_path / "run")
-    rows = [
-        json.loads(line) for line in demonstrations_file(Run.read(tmp_path / "run"), "train").read_text().splitlines()
-    ]
-    assert len(rows) == 8
-    for row in rows:
-        assert row["messages"][-1]["content"] in UNFINISHED_ANSWERS
-        names = [call["function"]["name"] for said in row["messages"] for call in said.get("tool_calls", ())]
-        assert "search_replace" not in names  # it looked, and changed nothing
 
 
 def test_a_base_without_tools_gets_a_template_that_has_them(place: Path, tmp_path: Path) -> None:

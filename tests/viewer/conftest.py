@@ -77,10 +77,10 @@ class _RunMaker:
         self.time = BEGAN
         self.tasks: dict[str, Path] = {}
         count = shape.steps * shape.groups + 2
-        for split, number in (("train", count), ("held-out", shape.held_out)):
+        for split, number in (("train", count), ("unseen", shape.held_out)):
             generate_nano(directory / split, number, split, 0, (1, 2, 3))
             self.tasks |= {path.parent.name: path.parent for path in sorted((directory / split).glob("*/task.toml"))}
-        held_out = [name for name in self.tasks if "-held-out-" in name]
+        held_out = [name for name in self.tasks if "-unseen-" in name]
         self.held_out = {f"{'fresh' if at < 2 else 'unseen'}/{name}": name for at, name in enumerate(held_out)}
         lists = {
             "train": {name: str(path) for name, path in self.tasks.items() if name not in held_out},
@@ -380,7 +380,7 @@ source = "nano"
 [[tasks.build]]
 name = "unseen"
 source = "nano"
-split = "held-out"
+split = "unseen"
 
 [pretrain]
 mix = [{{ corpus = "code", weight = 1.0 }}]

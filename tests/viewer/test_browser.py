@@ -94,7 +94,7 @@ ROUTES = {
     "group": "#/group/training/1",
     "rollout": "#/rollout/training/1/1/1",
     "tokens": "#/rollout/training/1/0/1?view=tokens",
-    "task": "#/task/fresh/nano-held-out-000000",
+    "task": "#/task/fresh/nano-unseen-000000",
 }
 
 
@@ -176,9 +176,9 @@ def test_filtering_opening_and_going_back_with_the_keyboard(browser: Any, run: P
         page.wait_for_selector("tbody a")
         assert page.inner_text(".count") == "42 rollouts"
         page.keyboard.press("/")
-        page.keyboard.type("held-out-000001")
+        page.keyboard.type("unseen-000001")
         assert page.inner_text(".count") == "6 of 42 rollouts"
-        assert "q=held-out-000001" in page.url, "a view can be shared"
+        assert "q=unseen-000001" in page.url, "a view can be shared"
         page.keyboard.press("Enter")  # into the list
         page.keyboard.press("j")
         page.keyboard.press("k")

@@ -129,7 +129,7 @@ def test_task_sets_are_described_by_their_recipe_entry() -> None:
     builds = [
         {"name": "train", "source": "nano", "split": "train"},
         {"name": "fresh", "source": "nano", "seed": 9},
-        {"name": "unseen", "source": "nano", "split": "held-out"},
+        {"name": "unseen", "source": "nano", "split": "unseen"},
         {"name": "other", "path": "/somewhere"},
     ]
     recipe = {"tasks": {"build": builds}, "rl": {"tasks": "train"}}

@@ -29,7 +29,7 @@ from etude.pods.images.layers import LayerDir
 from etude.pods.images.records import Layer
 from etude.pods.images.store import Store
 from etude.pods.network.policy import EgressPolicy
-from etude.pods.pod import Capabilities, FileInfo, PodFileError, SnapshotKind
+from etude.pods.pod import Capabilities, FileInfo, PodFileError, SnapshotKind, Unsupported
 from etude.pods.runtime import capabilities, disk_images, seccomp, zygote_protocol
 from etude.pods.runtime.backend import SOFT_DISK_LIMITS, Backend, LocalPod, PodSpec
 from etude.pods.runtime.diff import diff_layers
