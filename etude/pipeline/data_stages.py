@@ -59,7 +59,7 @@ class TasksStage(Stage[TaskSetsSettings]):
         return StagePlan("tasks", tuple(lines), predict(seconds, "the number of tasks"), disk=disk)
 
     def run(self, run: Run, recipe: Recipe, report: ProgressCallback) -> dict[str, Any]:
-        return build_task_sets(run, self.settings(recipe), report)
+        return build_task_sets(run, self.settings(recipe).for_run_seed(recipe.seed), report)
 
     def summarize(self, facts: Facts) -> str:
         sets = [f"{name} {counts['tasks']:,}" for name, counts in facts.items()]
