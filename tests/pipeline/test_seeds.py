@@ -57,10 +57,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
 
 def visible_texts(run: Run) -> dict[str, str]:
     """Return the digest of what a model sees of each task, by set and task."""
+    tasks = [(each.name, task) for each in run.artefacts("tasks") for task in find_tasks(each.path)]
     return {
-        f"{artefact.name}/{task.name}": f"{content_digest(task / 'environment')} {(task / 'instruction.md').read_text()}"
-        for artefact in run.artefacts("tasks")
-        for task in find_tasks(artefact.path)
+        f"{name}/{task.name}": content_digest(task / "environment") + (task / "instruction.md").read_text()
+        for name, task in tasks
     }
 
 
