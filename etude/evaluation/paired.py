@@ -60,9 +60,7 @@ def compare_arms(
     resamples: int = RESAMPLES,
 ) -> PairedDifference:
     """Return the difference of `after` to `before`, paired by seed and task; `measure` is of the samples of a task."""
-    shared = {
-        each: sorted(before[each].keys() & after[each].keys()) for each in sorted(before.keys() & after.keys())
-    }
+    shared = {each: sorted(before[each].keys() & after[each].keys()) for each in sorted(before.keys() & after.keys())}
     shared = {each: tasks for each, tasks in shared.items() if tasks}
     if not shared:
         raise InputError("the arms have no task of the same seed in common")
