@@ -21,6 +21,7 @@ from etude import __version__
 from etude.agent.cli import agent
 from etude.errors import EtudeError, InputError
 from etude.inference.cli import serve
+from etude.pipeline.sweep_cli import sweep
 from etude.system.terminal import Console, say
 from etude.viewer.cli import report, view
 
@@ -178,6 +179,13 @@ _add_stage_command("mtp", "train multi-token-prediction layers for a model")
 _add_stage_command("extend", "extend the context")
 _add_stage_command("sft", "fine-tune on conversations")
 _add_stage_command("rl", "reinforcement learning from the model of the recipe or the run")
+
+
+app.command(
+    epilog="Examples:\n\n  etude sweep recipes/nano.toml --set rl.learning_rate=1e-4,3e-4 --seeds 0..2 --dry-run\n\n"
+    "  etude sweep RECIPE --set rl.learning_rate=1e-4,3e-4 --set sft.tokens=80000,160000 --seeds 0..2 --out runs/sweep"
+    f"\n\n{EXIT_CODES}"
+)(sweep)
 
 
 @app.command(epilog="Example:  etude status runs/nano")

@@ -24,7 +24,7 @@ def draw_arms(
     between_seeds: float = 0.0,
     spread: float = 0.15,
 ) -> tuple[SeedSamples, SeedSamples]:
-    """Return binary samples of two arms. Their solve probabilities vary over tasks and differ by `effect` on average."""
+    """Return binary samples of two arms; solve probabilities vary over tasks, and differ by `effect` on average."""
     arms: tuple[dict[int, dict[str, list[float]]], ...] = ({}, {})
     for seed in range(seeds):
         shift = effect + rng.normal(0, between_seeds)
