@@ -13,11 +13,11 @@ from pathlib import Path
 from etude.errors import EtudeError
 from etude.files import content_digest
 from etude.runs.layout import RunLayout
-from etude.runs.run import FORMAT, Run, RunSettings, read_jsonl, read_stage_states
+from etude.runs.run import FORMAT, Run, RunSettings, check_usable, read_jsonl, read_stage_states
 
 
 def copy_stages(source: Path, target: Path, recipe: RunSettings, stages: Collection[str]) -> None:
-    """Make the run `target`, which must not exist, with the finished stages of the run `source`.
+    """Make the run `target`, which must not exist yet, with the finished stages of the run `source`.
 
     Every artefact is checked against the digest that its lineage records. The run appears under its name only when it
     is complete: a copy that was killed is made again.
@@ -25,6 +25,9 @@ def copy_stages(source: Path, target: Path, recipe: RunSettings, stages: Collect
     origin = Run.read(source)
     if missing := [stage for stage in stages if not origin.stage_done(stage)]:
         raise EtudeError(f"{source}: the stage {missing[0]} is not finished, so it cannot be copied")
+    check_usable(RunLayout(target))
+    if RunLayout(target).recipe.exists():
+        raise EtudeError(f"{target} is a run already; stages are copied into new runs only")
     draft = target.with_name(f".copying-{target.name}")
     shutil.rmtree(draft, ignore_errors=True)
     with Run.create_or_resume(draft, recipe) as run:
@@ -45,6 +48,7 @@ def copy_stages(source: Path, target: Path, recipe: RunSettings, stages: Collect
         _write_lines(run.layout.metrics, metrics)
         text = json.dumps({"format": FORMAT, "stages": state}, indent=2)
         run.layout.state.write_text(f"{text}\n", encoding="utf-8")
+    shutil.rmtree(target, ignore_errors=True)  # of a run that was killed while it was created
     draft.rename(target)
 
 

@@ -332,7 +332,7 @@ def test_a_sweep_shares_stages_continues_after_a_failure_and_is_resumed(small: P
     (foreign / "mine").unlink()
     found = json.loads(sweep(*asked).stdout)["runs"]
     assert (len(found["skipped"]), found["finished"]) == (3, ["nll.window=32,seed=1"])
-    assert found["shared"] == {}  # its directory exists, so it is not a copy; but the result is the same
+    assert found["shared"] == {"nll.window=32,seed=1": "tokenizer, init from nll.window=48,seed=1"}
     assert digests(out / "nll.window=32,seed=1") == digests(out / "nll.window=48,seed=1")
 
 

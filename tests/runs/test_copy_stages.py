@@ -47,6 +47,19 @@ def test_an_unfinished_stage_is_not_copied(source: Path, tmp_path: Path) -> None
     assert not (tmp_path / "copy").exists()
 
 
+def test_only_a_directory_that_is_no_run_becomes_a_copy(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "killed").mkdir()
+    (tmp_path / "killed/lock").write_text("")  # all that a run has which was killed while it was created
+    copy_stages(source, tmp_path / "killed", OTHER, ["one"])
+    with pytest.raises(EtudeError, match="is a run already"):
+        copy_stages(source, tmp_path / "killed", OTHER, ["one"])
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign/mine").write_text("")
+    with pytest.raises(EtudeError, match="is not a run and not empty"):
+        copy_stages(source, tmp_path / "foreign", OTHER, ["one"])
+    assert (tmp_path / "foreign/mine").exists()
+
+
 def test_an_artefact_that_has_changed_is_not_copied(source: Path, tmp_path: Path) -> None:
     (source / "artefacts/made-one/value").write_text("changed")
     with pytest.raises(EtudeError, match="has changed since it was made"):
