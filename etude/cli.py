@@ -28,15 +28,16 @@ from etude.viewer.cli import report, view
 EXIT_CODES = "Exit codes: 0 ok, 1 failed, 2 bad input or usage, 3 busy (another process holds it), 130 interrupted."
 
 
-def lazy_group(module: str) -> type[typer.core.TyperGroup]:
-    """Return a command group whose subcommands are the typer app `module.app`, imported when one is needed."""
+def lazy_group(*modules: str) -> type[typer.core.TyperGroup]:
+    """Return a command group whose subcommands are those of the typer apps `module.app`, imported when needed."""
 
     class LazyGroup(typer.core.TyperGroup):
         def list_commands(self, ctx: Any) -> list[str]:
-            return _subcommands(module).list_commands(ctx)
+            return [name for module in modules for name in _subcommands(module).list_commands(ctx)]
 
         def get_command(self, ctx: Any, cmd_name: str) -> Any:
-            return _subcommands(module).get_command(ctx, cmd_name)
+            found = (_subcommands(module).get_command(ctx, cmd_name) for module in modules)
+            return next((command for command in found if command is not None), None)
 
     return LazyGroup
 
@@ -72,9 +73,9 @@ app.add_typer(
 
 app.add_typer(
     typer.Typer(
-        cls=lazy_group("etude.data.cli"),
+        cls=lazy_group("etude.data.cli", "etude.bench.sessions_cli"),
         no_args_is_help=True,
-        help="Build and inspect corpora of token shards.",
+        help="Build and inspect corpora of token shards; collect sessions to learn from.",
     ),
     name="data",
 )
