@@ -30,6 +30,7 @@ from etude.tasks.cli import Allow, BuildAllow, Maps, State, Variables, host_sett
 
 if TYPE_CHECKING:
     from etude.bench.directory import BenchDirectory, BenchSpec
+    from etude.bench.policies import TokenPrice
     from etude.bench.sessions import CollectionLimits, RowWriter
 
 app = typer.Typer(no_args_is_help=True)
@@ -132,16 +133,12 @@ def sessions(
     Sessions run as in `etude bench`; those that the verifier and the gates accept are kept. The same command
     continues a collection that was interrupted or has reached a limit."""
     from etude.bench.directory import BenchDirectory, BenchSpec, check_directory, find_named_tasks, probe_policies
-    from etude.bench.policies import TokenPrice, parse_policies
+    from etude.bench.policies import parse_policies
     from etude.bench.sessions import CollectionLimits, RowWriter, summary_lines
 
     (name,) = (each.name for each in parse_policies([policy]))
     (chosen,) = parse_policies([policy], [f"{name}={key_env}"] if key_env else ())
-    if (price_in is None) != (price_out is None) or (price_cached is not None and price_in is None):
-        raise InputError("--price-in and --price-out: give both, in dollars per million tokens")
-    price = None
-    if price_in is not None and price_out is not None:
-        price = TokenPrice(price_in, price_out, price_in if price_cached is None else price_cached)
+    price = _price(price_in, price_out, price_cached)
     if max_cost is not None and price is None:
         raise InputError("--max-cost: give the prices too, with --price-in and --price-out")
     if chosen.directory is not None and (price is not None or max_requests_per_minute is not None):
@@ -174,6 +171,17 @@ def sessions(
         say("\n".join(summary_lines(summary)))
     if error is not None:
         raise EtudeError(f"policy {chosen.name}: {error}\nwhat was collected is in {bench.root}; run the command again")
+
+
+def _price(read: float | None, sampled: float | None, cached: float | None) -> TokenPrice | None:
+    """Return the price of an endpoint's tokens; None if none is given."""
+    from etude.bench.policies import TokenPrice
+
+    if (read is None) != (sampled is None) or (cached is not None and read is None):
+        raise InputError("--price-in and --price-out: give both, in dollars per million tokens")
+    if read is None or sampled is None:
+        return None
+    return TokenPrice(read, sampled, read if cached is None else cached)
 
 
 def _collect(

@@ -202,11 +202,11 @@ class _SweepRunner:
             (self.outcome.skipped.append(run.name) if self.sweep.is_finished(run) else self.waiting.append(run))
         with ExitStack() as stack:
             while self.waiting or self.running:
-                while len(self.running) < parallel and (run := self.next_run()) is not None:
-                    self.waiting.remove(run)
-                    process = self.start(run)
+                while len(self.running) < parallel and (following := self.next_run()) is not None:
+                    self.waiting.remove(following)
+                    process = self.start(following)
                     stack.callback(terminate, process)
-                    self.running[run.name] = (run, process, time.monotonic())
+                    self.running[following.name] = (following, process, time.monotonic())
                 for run, process, started in list(self.running.values()):
                     if (code := process.poll()) is not None:
                         self.end(run, code, time.monotonic() - started)
