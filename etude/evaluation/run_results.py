@@ -1,7 +1,10 @@
 """The results of a run on held-out task sets, task by task: what a comparison of runs needs.
 
-The evaluation queue of the stage `rl` has groups named STEP/TASK, or STEP/SET/TASK where several sets are evaluated. It
-evaluates the model before the first step and the one that RL ends with. Only finished evaluations count.
+    evaluation/MODEL/evaluations.sqlite    the evaluation of the model of a stage, as the table `[evaluation]` asks
+    rl/evaluations.sqlite                  evaluations during RL: of the model before the first step, and the last one
+
+Both are rollout queues with groups named STEP/SET/TASK, or STEP/TASK where there is only one set. Only finished
+evaluations count. The model of a stage that was evaluated for itself is not taken from RL.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,6 +22,7 @@ from etude.runs.run import Run
 from etude.tasks.harbor import find_tasks
 
 BEFORE_RL = "before rl"  # the model that RL starts from, as RL evaluates it
+DEFAULT_VALIDATION = "validation"
 
 ModelResults = Mapping[str, Mapping[str, TaskSamples]]  # by model and task set
 
@@ -33,17 +37,22 @@ class MeasuredSet:
     is_validation: bool
 
 
-def measured_sets(recipe: Mapping[str, Any], validation: str) -> list[MeasuredSet]:
-    """Return the held-out sets of a recipe, given as plain values; `validation` names the one that choices use."""
-    table = recipe.get("rl", {}).get("evaluation")
+def measured_sets(recipe: Mapping[str, Any], validation: str | None = None) -> list[MeasuredSet]:
+    """Return the held-out sets of a recipe, given as plain values, with all defaults filled in.
+
+    `validation` names the set that choices use, where the recipe does not say.
+    """
+    table = recipe.get("evaluation") or recipe.get("rl", {}).get("evaluation")
     if table is None:
         return []
-    limit = table.get("max_tasks")
+    chosen = validation or Path(table.get("validation", DEFAULT_VALIDATION)).name
+    paths = [table["validation"], *table["test"]] if "validation" in table else table["tasks"]
     found = []
-    for path in table["tasks"]:
-        size = _set_size(recipe, path)
-        name = Path(path).name
-        found.append(MeasuredSet(name, min(size, limit or size), table["samples"], name == validation))
+    for path in paths:
+        name, size = Path(path).name, _set_size(recipe, path)
+        key = "validation_samples" if path == table.get("validation") else "samples"
+        tasks = min(size, table.get("max_tasks") or size)
+        found.append(MeasuredSet(name, tasks, int(table[key]), name == chosen))
     return found
 
 
@@ -58,15 +67,27 @@ def _set_size(recipe: Mapping[str, Any], name: str) -> int:
 def task_results(run: Path) -> ModelResults:
     """Return the samples of every task by model and task set; models in the order in which the run makes them."""
     layout = RunLayout.of_run(run)
-    sets = [each.name for each in measured_sets(read_toml(layout.recipe), "")]
-    results: dict[str, Mapping[str, TaskSamples]] = {}
+    recipe = read_toml(layout.recipe)
+    sets = [each.name for each in measured_sets(recipe)]
+    found: dict[str, dict[str, TaskSamples]] = {}
     if layout.evaluations.exists():
         made = [each.name for each in Run.read(run).artefacts("checkpoint") if each.stage == "rl"]
         with closing(RolloutQueue.open_read_only(layout.evaluations)) as queue:
-            results[BEFORE_RL] = _results_at(queue, 0, sets)
+            found[BEFORE_RL] = _results_at(queue, 0, sets)
             if made:
-                results["rl"] = _results_at(queue, int(made[-1].rpartition("-")[2]), sets)
-    return {model: found for model, found in results.items() if found}
+                found["rl"] = _results_at(queue, int(made[-1].rpartition("-")[2]), sets)
+    alone = sorted((layout.run / "evaluation").glob("*/evaluations.sqlite"), key=lambda path: _order(path, recipe))
+    for path in alone:
+        with closing(RolloutQueue.open_read_only(path)) as queue:
+            found.pop(path.parent.name, None)  # the last place in the order is that of the last stage
+            found[path.parent.name] = _results_at(queue, 0, sets)
+    return {model: results for model, results in found.items() if results}
+
+
+def _order(path: Path, recipe: Mapping[str, Any]) -> int:
+    """Return the place of an evaluated model in the pipeline; one that no stage has made comes first."""
+    stages = list(recipe["stages"])
+    return stages.index(path.parent.name) if path.parent.name in stages else -1
 
 
 def _results_at(queue: RolloutQueue, step: int, sets: Sequence[str]) -> dict[str, TaskSamples]:
@@ -77,7 +98,7 @@ def _results_at(queue: RolloutQueue, step: int, sets: Sequence[str]) -> dict[str
     found: dict[str, dict[str, list[float]]] = {}
     for group in held_out.results(queue, step).groups:
         name, _, task = group.task.partition("/")
-        if name not in sets or len(sets) == 1:  # a single set has no label
+        if name not in sets:  # a single set has no label
             name, task = sets[0], group.task
         found.setdefault(name, {})[task] = [float(bool(slot.record["solved"])) for slot in group.slots]
     return dict(found)

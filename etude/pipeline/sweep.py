@@ -128,9 +128,10 @@ def make_arms(settings: Sequence[str], controls: Sequence[str]) -> list[SweepArm
         varied = [text for text, choices in zip(combination, values, strict=True) if len(choices) > 1]
         arms.append(SweepArm(",".join(varied) or RECIPE_ARM, combination))
     for control in controls:
-        if len(split_values(control)) > 1:
+        change = control if "=" in control else f"rl.control={control}"
+        if len(split_values(change)) > 1:
             raise InputError(f"--control {control}: a control has one value; give --control again for another one")
-        arms.append(SweepArm(f"control:{control}", (*arms[0].overrides, control)))
+        arms.append(SweepArm(f"control:{control}", (*arms[0].overrides, change)))
     return arms
 
 

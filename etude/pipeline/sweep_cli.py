@@ -26,8 +26,9 @@ Controls = Annotated[
     list[str] | None,
     typer.Option(
         "--control",
-        metavar="KEY=VALUE",
-        help="A further arm: the first one with this one change; repeatable.",
+        metavar="NAME",
+        help="A further arm: the first one with a control of RL in its place (rl.control), or, as KEY=VALUE, with one "
+        "other change; repeatable.",
         show_default=False,
     ),
 ]
@@ -38,7 +39,10 @@ LastStage = Annotated[str | None, typer.Option("--stage", help="Run the stages u
 Baseline = Annotated[
     str | None, typer.Option(help="Arm to compare the others with; default: the first.", show_default=False)
 ]
-Validation = Annotated[str, typer.Option(help="Task set that arms are chosen on.")]
+Validation = Annotated[
+    str | None,
+    typer.Option(help="Task set that arms are chosen on; default: that of the recipe, or validation."),
+]
 VarianceFrom = Annotated[
     list[Path] | None,
     typer.Option(
@@ -62,7 +66,7 @@ def sweep(
     parallel: Parallel = 1,
     stage: LastStage = None,
     baseline: Baseline = None,
-    validation: Validation = "validation",
+    validation: Validation = None,
     variance_from: VarianceFrom = None,
     final: Final = False,
     dry_run: DryRun = False,
@@ -78,7 +82,7 @@ def sweep(
     if baseline is not None and baseline not in plan.arms:
         raise InputError(f"--baseline {baseline}: the arms are {', '.join(plan.arms)}")
     sets = sweep_report.sets_of(plan, validation)
-    variance = sweep_report.find_variance(plan, validation, variance_from or ())
+    variance = sweep_report.find_variance(plan, sets, variance_from or ())
     lines = sweep_report.power_lines(sets, len(plan.seeds), variance, final=final)
     detectable = sweep_report.detectable(sets, len(plan.seeds), variance, final=final)
     if dry_run:

@@ -25,7 +25,7 @@ from etude.evaluation.paired import (
     detectable_difference,
     measured_variance,
 )
-from etude.evaluation.run_results import MeasuredSet, measured_sets, task_results
+from etude.evaluation.run_results import DEFAULT_VALIDATION, MeasuredSet, measured_sets, task_results
 from etude.evaluation.statistics import LEVEL, best_of
 from etude.pipeline.sweep import Sweep, SweepOutcome
 from etude.runs.layout import RunLayout
@@ -34,13 +34,14 @@ from etude.runs.run import Run
 JsonObject = dict[str, Any]
 
 
-def sets_of(sweep: Sweep, validation: str) -> list[MeasuredSet]:
+def sets_of(sweep: Sweep, validation: str | None) -> list[MeasuredSet]:
     """Return the task sets that the runs are measured on; InputError if none of them is the validation set."""
     sets = measured_sets(settings_data(sweep.runs[0].recipe), validation)
     if sets and not any(each.is_validation for each in sets):
         names = ", ".join(each.name for each in sets)
         raise InputError(
-            f"--validation {validation}: the recipe measures {names}; name the set that choices are made on"
+            f"--validation {validation or DEFAULT_VALIDATION}: the recipe measures {names}; name the set that choices "
+            "are made on"
         )
     return sets
 
@@ -73,8 +74,9 @@ def power_lines(
     return [*lines, f"variance {variance.origin}"]
 
 
-def find_variance(sweep: Sweep, validation: str, others: Sequence[Path]) -> DifferenceVariance:
+def find_variance(sweep: Sweep, sets: Sequence[MeasuredSet], others: Sequence[Path]) -> DifferenceVariance:
     """Return the variance of earlier results: of the given runs or sweeps, else below --out, else an assumption."""
+    validation = next((each.name for each in sets if each.is_validation), "")
     for directory in others:
         if not _runs_in(directory):
             raise InputError(f"--variance-from {directory}: there is no run; name a run or the directory of a sweep")

@@ -39,7 +39,7 @@ count = 30
 [[tasks.build]]
 name = "unseen"
 source = "nano"
-split = "held-out"
+seed = 700_000
 count = 30
 """
 

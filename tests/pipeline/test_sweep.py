@@ -45,7 +45,7 @@ count = 12
 [[tasks.build]]
 name = "unseen"
 source = "nano"
-split = "held-out"
+seed = 700_000
 count = 8
 [[corpus.build]]
 name = "demonstrations"
@@ -78,10 +78,12 @@ def recipe(tmp_path: Path) -> Path:
     return tmp_path / "swept.toml"
 
 
-def write_evaluation(run: Path, step: int, sets: dict[str, int], rate: Callable[[str, int], float]) -> None:
-    """Write the evaluation of a step as RL does; `rate` gives the solve rate of a set's task."""
-    path = run / "rl/evaluations.sqlite"
-    path.parent.mkdir(exist_ok=True)
+def write_evaluation(
+    run: Path, step: int, sets: dict[str, int], rate: Callable[[str, int], float], model: str = ""
+) -> None:
+    """Write the evaluation of a step in RL, or of a model; `rate` gives the solve rate of a set's task."""
+    path = run / (f"evaluation/{model}" if model else "rl") / "evaluations.sqlite"
+    path.parent.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng([step, *run.name.encode()])
     with closing(RolloutQueue(path, evaluation_queue(QueueSettings(), 4))) as queue:
         names = {f"{name}/task-{number}": (name, number) for name, size in sets.items() for number in range(size)}
@@ -127,6 +129,8 @@ def test_arms_are_all_combinations_and_controls_change_one_thing() -> None:
     ]
     assert all("rl.steps=9" in arm.overrides for arm in arms)
     assert arms[-1].overrides == (*arms[0].overrides, "rl.group_size=4")
+    placebo = make_arms(["rl.steps=3"], ["placebo"])[-1]
+    assert (placebo.name, placebo.overrides) == ("control:placebo", ("rl.steps=3", "rl.control=placebo"))
     assert [arm.name for arm in make_arms([], [])] == ["recipe"]
 
 
@@ -184,6 +188,7 @@ def test_runs_share_the_stages_before_the_first_difference(recipe: Path) -> None
     assert shared("pretrain.tokens=2000") == everything[:3]
     assert shared("base.dtype=bfloat16") == ()
     assert shared("seed=1") == ()
+    assert shared("rl.evaluation.max_tasks=3") == ()  # training data may depend on what is measured
     # The checkpoints of sft say how the model is used, which the rl table sets.
     assert shared("rl.window=16384") == everything[:-1]
 
@@ -202,6 +207,23 @@ def test_the_results_of_a_run_are_read_by_model_set_and_task(recipe: Path, tmp_p
     assert [(each.name, each.tasks, each.samples, each.is_validation) for each in sets] == [
         ("validation", 12, 4, True),
         ("unseen", 8, 4, False),
+    ]
+
+
+def test_models_that_are_evaluated_for_themselves_are_read_in_pipeline_order(recipe: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    fake_run(run, load_recipe(recipe), lambda name, number: 0.0)
+    for model, rate in (("rl", 1.0), ("base", 0.0), ("sft", 1.0)):
+        write_evaluation(run, 0, {"validation": 3, "unseen": 2}, lambda name, number, rate=rate: rate, model)  # type: ignore[misc]
+    found = task_results(run)
+    assert list(found) == [BEFORE_RL, "base", "sft", "rl"]
+    assert found["rl"]["validation"] == {f"task-{number}": [1.0] * 4 for number in range(3)}
+    table = {"validation": "validation", "test": ["unseen"], "samples": 16, "validation_samples": 4, "max_tasks": 10}
+    build = [{"name": "validation", "count": 12}, {"name": "unseen", "count": 8}]
+    sets = measured_sets({"tasks": {"build": build}, "evaluation": table})
+    assert [(each.name, each.tasks, each.samples, each.is_validation) for each in sets] == [
+        ("validation", 10, 4, True),
+        ("unseen", 8, 16, False),
     ]
 
 
@@ -233,18 +255,19 @@ def test_arms_are_compared_by_seed_and_task_and_chosen_on_validation_only(recipe
 
 def test_the_variance_comes_from_earlier_results_or_is_assumed(recipe: Path, tmp_path: Path) -> None:
     plan = plan_sweep(recipe, ["rl.steps=2,3"], [], "0", tmp_path / "new", None)
-    assert find_variance(plan, "validation", []).origin.startswith("assumed: 50% solved")
+    sets = sets_of(plan, None)
+    assert find_variance(plan, sets, []).origin.startswith("assumed: 50% solved")
     earlier = fake_sweep(recipe, tmp_path / "earlier", "0..1", {"1e-4": 0.2, "3e-4": 0.8})
     assert len(earlier_pairs(earlier.out, "validation")) == 1
-    measured = find_variance(plan, "validation", [earlier.out])
+    measured = find_variance(plan, sets, [earlier.out])
     assert measured.origin == f"measured on validation in {earlier.out}"
     # Two samples that are solved independently with 0.2 and 0.8
     assert measured.of_task(1) == pytest.approx(0.32, abs=0.12)
-    assert find_variance(earlier, "validation", []).tasks == measured.tasks
-    one = find_variance(plan, "validation", [earlier.runs[0].path])  # the first and the last model of one run
+    assert find_variance(earlier, sets, []).tasks == measured.tasks
+    one = find_variance(plan, sets, [earlier.runs[0].path])  # the first and the last model of one run
     assert 0 < one.of_task(4) < 1
     with pytest.raises(InputError, match="there is no run"):
-        find_variance(plan, "validation", [tmp_path / "nothing"])
+        find_variance(plan, sets, [tmp_path / "nothing"])
 
 
 def sweep(*arguments: object, code: int = 0) -> Any:
