@@ -140,6 +140,8 @@ def split_values(setting: str) -> list[str]:
     key, equals, text = setting.partition("=")
     if not equals or not key.strip():
         raise InputError(f"--set {setting}: expected KEY=VALUE[,VALUE...], such as rl.learning_rate=1e-4,3e-4")
+    if key.strip() in ("seed", "name"):
+        raise InputError(f"--set {setting}: a sweep sets {key.strip()} itself; give seeds with --seeds")
     values, depth, quote = [""], 0, ""
     for letter in text:
         if quote:

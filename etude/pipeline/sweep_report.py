@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.markup import escape
 from rich.table import Table
 
 from etude.config import settings_data
@@ -221,9 +222,15 @@ def result_table(summary: JsonObject) -> Table:
             )
             if arm == summary["baseline"]:
                 cells[0] = "baseline"
-            shown = f"{rates[best]:.1%} of {best.removeprefix('best/')}"
+            shown = f"{rates[best]:.1%} (k = {best.removeprefix('best/')})"
             table.add_row(
-                label, arm, str(len(rates["by_seed"])), str(rates["tasks"]), f"{rates['solved']:.1%}", shown, *cells
+                label,
+                escape(arm),
+                str(len(rates["by_seed"])),
+                str(rates["tasks"]),
+                f"{rates['solved']:.1%}",
+                shown,
+                *cells,
             )
     return table
 

@@ -144,6 +144,12 @@ def test_values_are_split_at_commas_outside_of_brackets_and_quotes() -> None:
             split_values(wrong)
 
 
+def test_seeds_and_names_are_not_settings_of_arms() -> None:
+    for setting in ("seed=1,2", "name=other"):
+        with pytest.raises(InputError, match="a sweep sets (seed|name) itself"):
+            split_values(setting)
+
+
 def test_seeds_are_ranges_and_lists() -> None:
     assert parse_seeds("0..2") == [0, 1, 2]
     assert parse_seeds("7") == [7]
