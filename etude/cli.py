@@ -21,21 +21,23 @@ from etude import __version__
 from etude.agent.cli import agent
 from etude.errors import EtudeError, InputError
 from etude.inference.cli import serve
+from etude.pipeline.sweep_cli import sweep
 from etude.system.terminal import Console, say
 from etude.viewer.cli import report, view
 
 EXIT_CODES = "Exit codes: 0 ok, 1 failed, 2 bad input or usage, 3 busy (another process holds it), 130 interrupted."
 
 
-def lazy_group(module: str) -> type[typer.core.TyperGroup]:
-    """Return a command group whose subcommands are the typer app `module.app`, imported when one is needed."""
+def lazy_group(*modules: str) -> type[typer.core.TyperGroup]:
+    """Return a command group whose subcommands are those of the typer apps `module.app`, imported when needed."""
 
     class LazyGroup(typer.core.TyperGroup):
         def list_commands(self, ctx: Any) -> list[str]:
-            return _subcommands(module).list_commands(ctx)
+            return [name for module in modules for name in _subcommands(module).list_commands(ctx)]
 
         def get_command(self, ctx: Any, cmd_name: str) -> Any:
-            return _subcommands(module).get_command(ctx, cmd_name)
+            found = (_subcommands(module).get_command(ctx, cmd_name) for module in modules)
+            return next((command for command in found if command is not None), None)
 
     return LazyGroup
 
@@ -71,9 +73,9 @@ app.add_typer(
 
 app.add_typer(
     typer.Typer(
-        cls=lazy_group("etude.data.cli"),
+        cls=lazy_group("etude.data.cli", "etude.bench.sessions_cli"),
         no_args_is_help=True,
-        help="Build and inspect corpora of token shards.",
+        help="Build and inspect corpora of token shards; collect sessions to learn from.",
     ),
     name="data",
 )
@@ -178,6 +180,13 @@ _add_stage_command("mtp", "train multi-token-prediction layers for a model")
 _add_stage_command("extend", "extend the context")
 _add_stage_command("sft", "fine-tune on conversations")
 _add_stage_command("rl", "reinforcement learning from the model of the recipe or the run")
+
+
+app.command(
+    epilog="Examples:\n\n  etude sweep recipes/nano.toml --set rl.learning_rate=1e-4,3e-4 --seeds 0..2 --dry-run\n\n"
+    "  etude sweep RECIPE --set rl.learning_rate=1e-4,3e-4 --set sft.tokens=80000,160000 --seeds 0..2 --out runs/sweep"
+    f"\n\n{EXIT_CODES}"
+)(sweep)
 
 
 @app.command(epilog="Example:  etude status runs/nano")

@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from etude.chat.dialects.dialect import Dialect
-from etude.chat.messages import Message, ToolSchema
 from etude.chat.tokenizer import CHAT_TEMPLATE
 from etude.errors import EtudeError
 from etude.harness.budget import Budget
+from etude.harness.chat_rows import chat_row
 from etude.harness.model_client import TokenModelClient
 from etude.harness.prompt import system_message
 from etude.harness.scripted_policy import ScriptedPolicy
@@ -68,7 +68,7 @@ class Demonstration:
 
     def row(self) -> dict[str, Any]:
         """Return messages and tools as `etude.data.conversations` reads them; a masked turn has weight 0."""
-        return chat_row(self.trace, self.loss_mask)
+        return chat_row(self.trace.steps, self.trace.tools, lambda step: not self.loss_mask[slice(*step.span)].any())
 
 
 async def run_demonstrations(
@@ -174,29 +174,3 @@ def demonstration_loss_mask(turns: Sequence[ScriptedTurn], trace: Trace) -> npt.
         if turn.mistake:
             mask[slice(*step.span)] = False
     return mask
-
-
-def chat_row(trace: Trace, loss_mask: npt.NDArray[np.bool_]) -> dict[str, Any]:
-    """Return a trace as one row of a chat file."""
-    messages: list[dict[str, Any]] = []
-    for step in trace.steps:
-        messages.append(_chat_message(step.message))
-        if step.kind == "turn" and not loss_mask[slice(*step.span)].any():
-            messages[-1]["weight"] = 0
-        messages += [{"role": "tool", "content": result.content} for result in step.results()]
-    return {"messages": messages, "tools": _as_json(trace.tools)}
-
-
-def _chat_message(message: Message) -> dict[str, Any]:
-    row: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.thinking:
-        row["reasoning_content"] = message.thinking
-    if message.calls:
-        functions = [{"name": call.name, "arguments": dict(call.arguments or {})} for call in message.calls]
-        row["tool_calls"] = [{"type": "function", "function": function} for function in functions]
-    return row
-
-
-def _as_json(tools: Sequence[ToolSchema]) -> list[Mapping[str, Any]]:
-    plain: list[Mapping[str, Any]] = json.loads(json.dumps(list(tools)))
-    return plain

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -193,20 +193,12 @@ def _run(
 ) -> tuple[dict[str, Any], list[str]]:
     """Run the missing trials; return the summary and the errors."""
     from etude.bench.directory import lock_directory
-    from etude.bench.run import run_trials, show_progress, write_outputs
-    from etude.pods.fleet import open_fleet
+    from etude.bench.run import run_trials, run_with_fleet, write_outputs
 
-    async def work() -> dict[str, EtudeError]:
-        main_task = asyncio.current_task()
-        assert main_task is not None
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, main_task.cancel)
-        with show_progress([each.name for each in spec.policies]) as report:
-            async with open_fleet(state=state) as fleet:
-                return await run_trials(bench, spec, fleet, at_once=at_once, device=device, report=report)
-
+    work = partial(run_trials, bench, spec, at_once=at_once, device=device)
     with lock_directory(bench, spec, resume):
         try:
-            errors = asyncio.run(work())
+            errors = run_with_fleet([each.name for each in spec.policies], state, work)
         except (KeyboardInterrupt, asyncio.CancelledError):
             write_outputs(bench)
             raise Interrupted("interrupted; the same command with --resume continues") from None

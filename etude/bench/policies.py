@@ -25,8 +25,8 @@ from etude.harness.open_client import CHAT_WINDOW, checkpoint_profile, endpoint_
 from etude.harness.profile import AgentProfile
 from etude.harness.search.searcher import CodebaseSearcher
 from etude.harness.session import SessionSpec
-from etude.inference.clients.openai import OpenAIChat
-from etude.inference.clients.transport import RetryPolicy, ServerError, ServerUnreachable
+from etude.inference.clients.openai import ChatUsage, OpenAIChat
+from etude.inference.clients.transport import RequestLimiter, RetryPolicy, ServerError, ServerUnreachable
 from etude.model.config import ModelConfig
 from etude.rollouts.rollout import ChatBinding, ModelBinding, PolicyBinding, RolloutFailed, RolloutOptions
 from etude.tasks.base_images import HostSettings
@@ -37,8 +37,12 @@ MAX_LISTED_MODELS = 10  # with more models listed, an endpoint is assumed to acc
 PAGE_SIZE = 16
 MAX_CACHE_TOKENS = 65_536  # of a checkpoint's engine, unless one context window is larger
 PROBE_RETRY = RetryPolicy(timeout=60.0, attempts=3)  # a missing endpoint should be reported soon
-TRIAL_RETRY = RetryPolicy(attempts=12)  # hosted endpoints are often busy, and a lost trial costs money
+TRIAL_RETRY = RetryPolicy(attempts=12, max_retry_after=600.0)  # endpoints are often busy, and a lost trial costs money
 MODEL_FILES = ("config.json", "generation_config.json", "tokenizer*", "chat_template*", "*.safetensors")
+
+
+class CostLimitReached(EtudeError):
+    """An endpoint is not asked any more, because its answers have cost as much as they may."""
 
 
 @dataclass(frozen=True)
@@ -238,8 +242,8 @@ async def _probe_endpoint(policy: BenchPolicy, changes: Mapping[str, Any]) -> Po
     return PolicyProfile(endpoint_profile(facts or {}, changes, policy.url), "chat")
 
 
-def _client(policy: BenchPolicy, retry: RetryPolicy) -> OpenAIChat:
-    return OpenAIChat(policy.url, policy.key(), model=policy.model, retry=retry)
+def _client(policy: BenchPolicy, retry: RetryPolicy, **limits: Any) -> OpenAIChat:
+    return OpenAIChat(policy.url, policy.key(), model=policy.model, retry=retry, **limits)
 
 
 # ------------------------------------------------------------------------------------------- trials
@@ -253,13 +257,29 @@ class OpenedPolicy:
     check: Callable[[RolloutFailed], Awaitable[None]]
 
 
+@dataclass(frozen=True)
+class EndpointLimits:
+    """Limits of the requests to an endpoint, and a listener that counts their tokens."""
+
+    limiter: RequestLimiter | None = None
+    on_usage: Callable[[ChatUsage], None] = lambda usage: None
+
+
+NO_LIMITS = EndpointLimits()
+
+
 @asynccontextmanager
 async def open_policy(
-    policy: BenchPolicy, profile: PolicyProfile, *, at_once: int, device: str = "auto"
+    policy: BenchPolicy,
+    profile: PolicyProfile,
+    *,
+    at_once: int,
+    device: str = "auto",
+    limits: EndpointLimits = NO_LIMITS,
 ) -> AsyncIterator[OpenedPolicy]:
-    """Load a checkpoint or connect to an endpoint."""
+    """Load a checkpoint or connect to an endpoint, whose requests the limits apply to."""
     if policy.directory is None:
-        client = _client(policy, TRIAL_RETRY)
+        client = _client(policy, TRIAL_RETRY, limiter=limits.limiter, on_usage=limits.on_usage)
         try:
             yield OpenedPolicy(ChatBinding(client, profile.window), lambda failure: _check_endpoint(policy, failure))
         finally:
@@ -293,7 +313,7 @@ async def open_policy(
 
 async def _check_endpoint(policy: BenchPolicy, failure: RolloutFailed) -> None:
     cause = failure.__cause__
-    if isinstance(cause, ServerError) and cause.status in FATAL_STATUSES:
+    if isinstance(cause, CostLimitReached) or (isinstance(cause, ServerError) and cause.status in FATAL_STATUSES):
         raise cause
     if isinstance(cause, ServerUnreachable):  # raises if the endpoint is gone
         await _probe_endpoint(policy, {})

@@ -8,15 +8,16 @@ run concurrently with them. A run can be killed at any time: scored trials are k
 import asyncio
 import json
 import logging
+import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from etude.bench.directory import BenchDirectory, BenchSpec, read_all_results
-from etude.bench.policies import BenchPolicy, OpenedPolicy, TokenPrice, open_policy
+from etude.bench.policies import NO_LIMITS, BenchPolicy, EndpointLimits, OpenedPolicy, TokenPrice, open_policy
 from etude.bench.report import render_page
 from etude.bench.results import latest_groups, summarize, task_name, trial_rows
 from etude.errors import EtudeError
@@ -24,7 +25,7 @@ from etude.evaluation.held_out import start
 from etude.files import write_atomically
 from etude.harness.search.searcher import open_searcher
 from etude.harness.trace_store import save_trace
-from etude.pods.fleet import Fleet
+from etude.pods.fleet import Fleet, open_fleet
 from etude.rollouts.queue import RolloutQueue, Slot
 from etude.rollouts.rollout import Rollout, RolloutFailed, rollout_seed, run_rollout
 from etude.rollouts.settings import QueueSettings, evaluation_queue
@@ -54,20 +55,42 @@ class BenchProgress:
         return ", ".join([*words, f"{self.failures} failures"] if self.failures else words)
 
 
+T = TypeVar("T")
 ProgressListener = Callable[[str, BenchProgress], None]
+
+
+def run_with_fleet(
+    names: Sequence[str], state: Path | None, work: Callable[[Fleet, ProgressListener], Coroutine[Any, Any, T]]
+) -> T:
+    """Run `work` with pods and a progress bar for each policy; return its result. SIGTERM cancels it."""
+
+    async def run() -> T:
+        main_task = asyncio.current_task()
+        assert main_task is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, main_task.cancel)
+        with show_progress(names) as report:
+            async with open_fleet(state=state) as fleet:
+                return await work(fleet, report)
+
+    return asyncio.run(run())
 
 
 async def run_trials(
     bench: BenchDirectory,
     spec: BenchSpec,
     fleet: Fleet,
+    report: ProgressListener = lambda name, progress: None,
     *,
     at_once: int,
     device: str = "auto",
-    report: ProgressListener = lambda name, progress: None,
+    limits: EndpointLimits = NO_LIMITS,
+    may_start: Callable[[RolloutQueue], bool] = lambda slots: True,
 ) -> dict[str, EtudeError]:
-    """Run all trials that are missing. A policy that fails does not stop the others; return the errors by policy."""
-    run = _BenchRun(bench, spec, fleet, at_once, device, report)
+    """Run all trials that are missing. A policy that fails does not stop the others; return the errors by policy.
+
+    `may_start` is asked before every trial; once it declines, the policy's other trials stay queued.
+    """
+    run = _BenchRun(bench, spec, fleet, at_once, device, report, limits, may_start)
     checkpoints = [number for number, each in enumerate(spec.policies) if each.kind == "checkpoint"]
     endpoints = [number for number, each in enumerate(spec.policies) if each.kind == "endpoint"]
     async with asyncio.TaskGroup() as group:
@@ -81,10 +104,18 @@ class _BenchRun:
     """The state of a running comparison."""
 
     def __init__(
-        self, bench: BenchDirectory, spec: BenchSpec, fleet: Fleet, at_once: int, device: str, report: ProgressListener
+        self,
+        bench: BenchDirectory,
+        spec: BenchSpec,
+        fleet: Fleet,
+        at_once: int,
+        device: str,
+        report: ProgressListener,
+        limits: EndpointLimits,
+        may_start: Callable[[RolloutQueue], bool],
     ) -> None:
         self.bench, self.spec, self.fleet, self.at_once = bench, spec, fleet, at_once
-        self.device, self.report = device, report
+        self.device, self.report, self.limits, self.may_start = device, report, limits, may_start
         self.semaphore = asyncio.Semaphore(at_once)  # over all policies: pods share the machine
         searcher = open_searcher()  # loads its model when it is first used
         profiles, host = spec.profiles.items(), spec.host_settings
@@ -112,7 +143,8 @@ class _BenchRun:
             self.update_progress(policy, slots)
             if all(group.is_finished for group in latest_groups(slots).values()):
                 return
-            opening = open_policy(policy, spec.profiles[policy.name], at_once=self.at_once, device=self.device)
+            profile, limits = spec.profiles[policy.name], self.limits
+            opening = open_policy(policy, profile, at_once=self.at_once, device=self.device, limits=limits)
             try:
                 async with opening as opened, asyncio.TaskGroup() as group:
                     for _ in range(self.at_once):
@@ -126,7 +158,7 @@ class _BenchRun:
         """Run trials until none is queued. A failed trial is queued again by the loop that ran it, which continues."""
         while True:
             async with self.semaphore:
-                slot = slots.claim(WORKER, time.time())
+                slot = slots.claim(WORKER, time.time()) if self.may_start(slots) else None
                 if slot is None:
                     return
                 try:

@@ -3,6 +3,9 @@
 The splits come from rendering, never from searching the text for roles. The chat before an assistant turn, rendered
 with the generation prompt, is the model's input; the text that the same chat with the turn has beyond it, up to and
 including the token that closes the turn, is in the loss. A row for which that does not hold is removed with a reason.
+
+A row of a recorded session may also have its tokens, under `exact`: the digest of their tokenizer, and runs of ids that
+are in the loss or not. A corpus with that tokenizer takes these tokens as they are.
 """
 
 import json
@@ -29,6 +32,19 @@ class Chat:
     messages: list[dict[str, Any]] | None
     tools: list[dict[str, Any]] | None
     size: int
+    exact: "ExactTokens | None" = None
+
+
+@dataclass(frozen=True)
+class ExactTokens:
+    """The tokens of a session in one tokenizer, in runs that are in the loss or not."""
+
+    tokenizer: str  # digest
+    runs: tuple[tuple[bool, tuple[int, ...]], ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the value of the key `exact` of a row."""
+        return {"tokenizer": self.tokenizer, "runs": [[in_loss, list(ids)] for in_loss, ids in self.runs]}
 
 
 @dataclass(frozen=True)
@@ -37,6 +53,7 @@ class ConversationSegment:
 
     text: str
     in_loss: bool
+    tokens: tuple[int, ...] | None = None  # None: those of the text
 
 
 def read_conversations(source: str, limits: ReadLimits = READ_LIMITS) -> Iterator[Chat]:
@@ -56,7 +73,7 @@ def read_conversations(source: str, limits: ReadLimits = READ_LIMITS) -> Iterato
             raise InputError(f"{path}: row {number} has no list of objects under messages")
         if tools is not None and not _are_objects(tools):
             raise InputError(f"{path}: row {number}: tools is not a list of objects")
-        yield Chat(repository, inside, messages, tools or None, size)
+        yield Chat(repository, inside, messages, tools or None, size, _parse_exact(path, number, row.get("exact")))
 
 
 class ChatFormat:
@@ -70,6 +87,10 @@ class ChatFormat:
         """Return the rendered chat in segments, or the code of the reason to remove it."""
         if chat.messages is None:
             return "too_large"
+        if chat.exact is not None and chat.exact.tokenizer == self._tokenizer.digest:
+            runs = chat.exact.runs
+            exact = tuple(ConversationSegment(self._tokenizer.decode(ids), in_loss, ids) for in_loss, ids in runs)
+            return exact if any(segment.in_loss for segment in exact) else "no_assistant"
         if any(map(self._tokenizer.find_control_token, iter_strings([chat.messages, chat.tools]))):
             return "control_token"
         if not any(message.get("role") == "assistant" and message.get("weight") != 0 for message in chat.messages):
@@ -118,7 +139,7 @@ class ChatFormat:
 def chat_parts(segments: Sequence[ConversationSegment], end_of_text: int) -> Iterator[DocumentPart]:
     """Yield the parts of a chat. Segments are encoded separately: no token spans input and output of the model."""
     for segment in segments:
-        yield DocumentPart(text=segment.text, in_loss=segment.in_loss, special=True)
+        yield DocumentPart(text=segment.text, tokens=segment.tokens, in_loss=segment.in_loss, special=True)
     yield DocumentPart(token=end_of_text, in_loss=False)
 
 
@@ -129,12 +150,14 @@ def plain_text(chat: Chat) -> str:
 
 
 def dump_chat(plain: str, segments: Sequence[ConversationSegment]) -> str:
-    return json.dumps({"plain": plain, "segments": [[segment.text, segment.in_loss] for segment in segments]})
+    rows = [[segment.text, segment.in_loss, segment.tokens] for segment in segments]
+    return json.dumps({"plain": plain, "segments": rows})
 
 
 def load_chat(text: str) -> tuple[str, tuple[ConversationSegment, ...]]:
     value = json.loads(text)
-    return value["plain"], tuple(ConversationSegment(*segment) for segment in value["segments"])
+    segments = ((text, in_loss, None if ids is None else tuple(ids)) for text, in_loss, ids in value["segments"])
+    return value["plain"], tuple(ConversationSegment(*segment) for segment in segments)
 
 
 def _parse_tools(path: Path, number: int, text: str) -> Any:
@@ -142,6 +165,16 @@ def _parse_tools(path: Path, number: int, text: str) -> Any:
         return json.loads(text) if text.strip() else None
     except ValueError as error:
         raise InputError(f"{path}: row {number}: tools is not JSON: {error}") from None
+
+
+def _parse_exact(path: Path, number: int, value: object) -> ExactTokens | None:
+    if value is None:
+        return None
+    try:
+        runs = tuple((bool(in_loss), tuple(map(int, ids))) for in_loss, ids in value["runs"])  # type: ignore[index]
+        return ExactTokens(str(value["tokenizer"]), runs)  # type: ignore[index]
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{path}: row {number}: exact is not a tokenizer and runs of token ids ({error!r})") from None
 
 
 def _are_objects(value: object) -> bool:

@@ -1,7 +1,7 @@
 """The format of training documents: files, repositories and fill-in-the-middle, and their encoding in batches.
 
-A document is a stream of parts: text, encoded without control tokens unless `special` is set, and single control
-tokens, given by id. A file is its text; a repository is its files in reading order, each after the marker that the
+A document is a stream of parts: text, encoded without control tokens unless `special` is set, and tokens, given by
+id. A file is its text; a repository is its files in reading order, each after the marker that the
 vocabulary was trained with. Every document ends with the end-of-text token. Random choices are hashes of seed and name.
 """
 
@@ -39,12 +39,18 @@ _ANGLES = (".md", ".html", ".xml", ".vue", ".svelte")
 
 @dataclass(frozen=True)
 class DocumentPart:
-    """Part of a document: a text, or a control token when `token` is set."""
+    """Part of a document: a text, or tokens when one of `token` and `tokens` is set; `text` is then what they spell."""
 
     text: str = ""
     token: int | None = None
+    tokens: tuple[int, ...] | None = None
     in_loss: bool = True
     special: bool = False  # the text contains control tokens: it was rendered by a chat template
+
+    @property
+    def ids(self) -> tuple[int, ...] | None:
+        """The tokens of a part that is given by ids."""
+        return self.tokens if self.token is None else (self.token,)
 
 
 @dataclass(frozen=True)
@@ -173,12 +179,12 @@ def encode_documents(
 def _encode(encode_batch: Callable[..., Sequence[Any]], parts: Sequence[DocumentPart]) -> list[_EncodedPart]:
     ids: dict[int, Any] = {}
     for special in (False, True):
-        positions = [at for at, part in enumerate(parts) if part.token is None and part.special == special]
+        positions = [at for at, part in enumerate(parts) if part.ids is None and part.special == special]
         encoded = encode_batch([parts[at].text for at in positions], special=special) if positions else []
         ids.update(zip(positions, encoded, strict=True))
     return [
         _EncodedPart(
-            np.asarray(ids[at] if part.token is None else [part.token], dtype=np.uint32),
+            np.asarray(ids[at] if part.ids is None else part.ids, dtype=np.uint32),
             part.in_loss,
             len(part.text.encode()),
         )

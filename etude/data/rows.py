@@ -1,8 +1,8 @@
 """Read rows of JSON lines (plain, .gz, .zst) and Parquet, one document or one chat per row, as a stream.
 
 A text row has `text` or `content`, and may name its `repository` (or `repo_name`) and `path`; a chat row has `messages`
-and may have `tools`. Any other row is an error that names its number: a file of the wrong kind must not become an empty
-corpus.
+and may have `tools` and `exact` tokens. Any other row is an error that names its number: a file of the wrong kind must
+not become an empty corpus.
 """
 
 import gzip
@@ -20,7 +20,7 @@ from etude.errors import InputError
 
 TEXT_KEYS = ("text", "content")
 REPOSITORY_KEYS = ("repository", "repo_name")
-KNOWN_KEYS = (*TEXT_KEYS, *REPOSITORY_KEYS, "path", "messages", "tools")
+KNOWN_KEYS = (*TEXT_KEYS, *REPOSITORY_KEYS, "path", "messages", "tools", "exact")
 
 
 def read_text_rows(path: Path, limits: ReadLimits) -> Iterator[File]:

@@ -8,6 +8,8 @@ from etude.config import AbsolutePath, Settings, StageSettings, made_by, resolve
 from etude.data.sources import is_named_source
 
 DEMONSTRATIONS = "demonstrations:"  # prefix of a source: the demonstrations of a task set of this run
+SESSIONS = "sessions:"  # prefix of a source: the directory of sessions that `etude data sessions` collected
+SESSIONS_FILE = "sessions.jsonl"  # in that directory
 
 
 def _resolve_source(value: object, info: ValidationInfo) -> object:
@@ -15,6 +17,8 @@ def _resolve_source(value: object, info: ValidationInfo) -> object:
 
 
 def _resolve_corpus_source(value: object, info: ValidationInfo) -> object:
+    if isinstance(value, str) and value.startswith(SESSIONS):
+        return f"{SESSIONS}{resolve_path(value.removeprefix(SESSIONS), info)}"
     return value if isinstance(value, str) and value.startswith(DEMONSTRATIONS) else _resolve_source(value, info)
 
 
@@ -22,6 +26,11 @@ TextSource = Annotated[str, BeforeValidator(_resolve_source)]
 # strict=False here only lets a TOML array become a tuple; the items stay strict.
 TextSources = Annotated[tuple[TextSource, ...], Field(strict=False, min_length=1)]
 CorpusSource = Annotated[str, BeforeValidator(_resolve_corpus_source)]
+
+
+def sessions_file(source: str) -> str:
+    """Return the file of a source: that of `sessions:DIR`, or the source itself."""
+    return f"{source.removeprefix(SESSIONS)}/{SESSIONS_FILE}" if source.startswith(SESSIONS) else source
 
 
 class TokenizerSettings(StageSettings):
@@ -43,7 +52,7 @@ class CorpusSettings(Settings):
         strict=False,
         min_length=1,
         description="directories, repositories, archives, .jsonl, .parquet, "
-        '"stdlib", "site-packages", "demonstrations:SET"',
+        '"stdlib", "site-packages", "demonstrations:SET", "sessions:DIR"',
     )
     chat: bool = Field(
         default=False, description="sources are rows of conversations; the loss is on assistant turns only"
@@ -70,8 +79,9 @@ class CorpusSettings(Settings):
 
     @model_validator(mode="after")
     def _demonstrations_need_chat(self) -> Self:
-        if not self.chat and any(source.startswith(DEMONSTRATIONS) for source in self.sources):
-            raise ValueError(f"sources names {DEMONSTRATIONS}..., which are conversations: set chat = true")
+        for prefix in (DEMONSTRATIONS, SESSIONS):
+            if not self.chat and any(source.startswith(prefix) for source in self.sources):
+                raise ValueError(f"sources names {prefix}..., which are conversations: set chat = true")
         return self
 
 

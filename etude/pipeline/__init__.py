@@ -4,6 +4,7 @@
     model_stages, data_stages, training_stages, rl_stage
     stages                                      all of them in order; `run_recipe`
     plan, render                                the dry run: `make_plan`, and its result as text or JSON
+    sweep, sweep_report, shared_stages          a recipe under several settings and seeds, and their comparison
     survey, measure, memory                     what plans are made from: samples, measured rates, computed sizes
 
 A dry run writes no run directory and no file next to the recipe: test pods, sampled texts and generated tasks are in

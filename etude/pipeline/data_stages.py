@@ -11,7 +11,7 @@ from etude.chat.tokenizer import Tokenizer
 from etude.data import worker_pool
 from etude.data.corpus import CorpusOptions, build_corpus
 from etude.data.documents import read_source
-from etude.data.settings import DEMONSTRATIONS, CorporaSettings, CorpusSettings
+from etude.data.settings import DEMONSTRATIONS, CorporaSettings, CorpusSettings, sessions_file
 from etude.data.shards import read_manifest
 from etude.errors import InputError
 from etude.globs import Globs
@@ -59,7 +59,8 @@ class TasksStage(Stage[TaskSetsSettings]):
         return StagePlan("tasks", tuple(lines), predict(seconds, "the number of tasks"), disk=disk)
 
     def run(self, run: Run, recipe: Recipe, report: ProgressCallback) -> dict[str, Any]:
-        return build_task_sets(run, self.settings(recipe), report, measured_sets(recipe))
+        sets = self.settings(recipe).for_run_seed(recipe.seed)
+        return build_task_sets(run, sets, report, measured_sets(recipe))
 
     def summarize(self, facts: Facts) -> str:
         sets = [f"{name} {counts['tasks']:,}" for name, counts in facts.items()]
@@ -102,7 +103,7 @@ class CorpusStage(Stage[CorporaSettings]):
                 with inputs.problems_of(key):
                     if not source.startswith(DEMONSTRATIONS):
                         read = partial(survey_source, filters=options.filters, tokenizer=inputs.tokenizer)
-                        text += survey_chats(source) if corpus.chat else read(source)
+                        text += survey_chats(sessions_file(source)) if corpus.chat else read(source)
             for source in corpus.against:
                 with inputs.problems_of(f"{key}, against"):
                     next(read_source(source), None)
@@ -173,7 +174,7 @@ def _tokenizer_artefact(run: Run) -> Artefact:
 def _source_path(run: Run, source: str) -> str:
     """Return where a source's documents are: demonstrations are an artefact of the run, others name themselves."""
     if not source.startswith(DEMONSTRATIONS):
-        return source
+        return sessions_file(source)
     return str(demonstrations_file(run, source.removeprefix(DEMONSTRATIONS)))
 
 

@@ -225,7 +225,7 @@ def working_pods() -> ProbeResult:
 def _task_set(name: str, recipe: Recipe) -> Any:
     """Return the settings of a task set of this run; the recipe checks that it builds what it names."""
     assert recipe.tasks is not None
-    return next(each for each in recipe.tasks.build if each.name == name)
+    return next(each for each in recipe.tasks.for_run_seed(recipe.seed).build if each.name == name)
 
 
 @contextmanager

@@ -30,6 +30,7 @@ from etude.rl.settings import RlSettings
 from etude.rl.trainer_process import checkpoints, intact_checkpoints
 from etude.rollouts.queue import RolloutQueue
 from etude.rollouts.settings import evaluation_queue
+from etude.runs.copy_stages import link_or_copy
 from etude.runs.layout import RunLayout
 from etude.runs.run import Parent, Run
 from etude.runs.service_status import read_statuses, write_status
@@ -117,7 +118,7 @@ def prepare(run: Run, settings: RlSettings, layout: RunLayout) -> RlTaskSets:
         write_atomically(layout.origin, json.dumps(asdict(run.parent(origin))))
         draft = layout.root / ".model.making"
         shutil.rmtree(draft, ignore_errors=True)
-        shutil.copytree(source, draft, copy_function=_link_or_copy, ignore=shutil.ignore_patterns("optimizer.*"))
+        shutil.copytree(source, draft, copy_function=link_or_copy, ignore=shutil.ignore_patterns("optimizer.*"))
         draft.rename(layout.model)
     train = named_tasks(task_directory(run, settings.tasks, "rl.tasks"))
     needed = settings.steps * settings.groups_per_step
@@ -165,13 +166,6 @@ def named_tasks(directory: Path) -> dict[str, Task]:
     if not tasks:
         raise InputError(f"{directory}: there are no tasks; expected directories with a task.toml")
     return tasks
-
-
-def _link_or_copy(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # another file system
-        shutil.copy2(source, target)
 
 
 # ------------------------------------------------------------------------------------------ orchestrating
@@ -410,7 +404,7 @@ class Orchestrator:
             origin = Parent(**json.loads(self.layout.origin.read_text(encoding="utf-8")))
             with self.run.checkpoint("rl", step, parents=[origin]) as directory:
                 ignored = shutil.ignore_patterns("optimizer.*", "training.json")
-                shutil.copytree(last, directory, dirs_exist_ok=True, ignore=ignored, copy_function=_link_or_copy)
+                shutil.copytree(last, directory, dirs_exist_ok=True, ignore=ignored, copy_function=link_or_copy)
         facts = metrics.stage_facts(self.run.metrics("rl"), self.queue, self.process_deaths)
         if ended_early and step < self.settings.steps:
             facts["ended_early"] = ended_early

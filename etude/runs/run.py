@@ -79,7 +79,7 @@ class Run:
         self.path, self.layout, self.settings = path, RunLayout(path), settings
         self._lock = lock
         self.listeners: list[Callable[[str, int, dict[str, Any]], None]] = []  # called with every logged line
-        self._state: dict[str, dict[str, Any]] = _read_state(self.layout.state)
+        self._state: dict[str, dict[str, Any]] = read_stage_states(self.layout.state)
 
     @classmethod
     def create_or_resume(
@@ -137,7 +137,7 @@ class Run:
 
     def metrics(self, stage: str | None = None) -> list[dict[str, Any]]:
         """Return all complete lines of metrics, oldest first."""
-        records = _read_jsonl(self.layout.metrics)
+        records = read_jsonl(self.layout.metrics)
         return [record for record in records if stage in (None, record.get("stage"))]
 
     def rewind(self, stage: str, step: int = -1) -> None:
@@ -192,7 +192,7 @@ class Run:
     def artefacts(self, kind: str | None = None) -> list[Artefact]:
         """Return the artefacts that exist, oldest first, each once."""
         newest: dict[Path, Artefact] = {}
-        for record in _read_jsonl(self.layout.lineage):
+        for record in read_jsonl(self.layout.lineage):
             artefact = _artefact_from(record, self.path)
             if kind in (None, artefact.kind) and artefact.path.is_dir():
                 newest.pop(artefact.path, None)  # written again: it moves to the end
@@ -331,8 +331,8 @@ def _recorded_settings(layout: RunLayout) -> RunSettings:
 
 def _started_stages(layout: RunLayout) -> set[str]:
     """Return the stages that have written anything: their settings can no longer change."""
-    records = [*_read_jsonl(layout.lineage), *_read_jsonl(layout.metrics)]
-    return {*_read_state(layout.state), *(str(record.get("stage")) for record in records)}
+    records = [*read_jsonl(layout.lineage), *read_jsonl(layout.metrics)]
+    return {*read_stage_states(layout.state), *(str(record.get("stage")) for record in records)}
 
 
 def _remove_unfinished(layout: RunLayout) -> None:
@@ -373,7 +373,7 @@ def _is_object(line: bytes) -> bool:
         return False
 
 
-def _read_jsonl(path: Path) -> list[dict[str, Any]]:
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     with disk_errors(path):
@@ -386,7 +386,7 @@ def _read_jsonl(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def _read_state(path: Path) -> dict[str, dict[str, Any]]:
+def read_stage_states(path: Path) -> dict[str, dict[str, Any]]:
     if not path.exists():
         return {}
     try:

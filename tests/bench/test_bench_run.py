@@ -15,9 +15,8 @@ from typing import Any
 
 import pytest
 from rl_runs import make_model
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from stub_endpoint import StubEndpoint, StubTurn, call, says, serving
+from solving_endpoint import SolvingEndpoint
+from stub_endpoint import serving
 from typer.testing import CliRunner, Result
 
 from etude.bench.cli import app
@@ -56,37 +55,6 @@ SESSION = SessionSpec(
     SummarySettings(mode="off"),
 )
 SETTINGS = RolloutOptions(SESSION)
-
-
-class SolvingEndpoint(StubEndpoint):
-    """Solves nano tasks with their solutions; `fails` are the numbers of the requests, from 1, that fail."""
-
-    tasks: Path
-    fails: tuple[int, ...] = ()
-    status = 500
-    first_command = ""  # run before the solution
-
-    async def chat(self, request: Request) -> Response:
-        body = await request.json()
-        asked = "\n".join(str(message["content"]) for message in body["messages"] if message["role"] == "user")
-        (task,) = (each for each in self.tasks.glob("nano-*") if (each / "instruction.md").read_text().strip() in asked)
-        if len(self.keys) + 1 in self.fails:
-            self.keys.append("")
-            message = f"out of order, {request.headers.get('authorization')}"
-            return JSONResponse({"error": {"message": message}}, self.status)
-        self.lines = [*([runs(self.first_command)] if self.first_command else []), *script(task)]
-        return await super().chat(request)
-
-
-def runs(command: str) -> StubTurn:
-    return says("", call("run_terminal_cmd", command=command))
-
-
-def script(task: Path) -> list[StubTurn]:
-    final, repo = task / "solution/final.txt", task / "solution/repo"
-    files = sorted(path for path in repo.rglob("*") if path.is_file())
-    writes = [f"cat > {path.relative_to(repo)} <<'END'\n{path.read_text()}END" for path in files]
-    return [*(map(runs, writes)), says(final.read_text() if final.exists() else "Done.")]
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ some endpoints and proxies repeat it.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from etude.chat.dialects.json_calls import MalformedCall, read_arguments
 from etude.chat.messages import CallStatus, ParsedTurn, PartListener, StreamPart, ToolCall, ToolSchema, tool_names
 from etude.errors import EtudeError, InputError
-from etude.inference.clients.transport import RetryPolicy, ServerError, ServerUnreachable, Transport
+from etude.inference.clients.transport import RequestLimiter, RetryPolicy, ServerError, ServerUnreachable, Transport
 from etude.inference.generate_protocol import InvalidResponse, member
 from etude.inference.sampling import Sampling
 
@@ -45,13 +45,22 @@ class Reply:
 
 
 class OpenAIChat:
-    """The chat API at `url` (including `/v1`)."""
+    """The chat API at `url` (including `/v1`). `on_usage` is called with the token counts of every reply."""
 
-    def __init__(self, url: str, key: str = "", *, model: str, retry: RetryPolicy | None = None) -> None:
-        self.url, self.model, self._key = url.rstrip("/"), model, key
+    def __init__(
+        self,
+        url: str,
+        key: str = "",
+        *,
+        model: str,
+        retry: RetryPolicy | None = None,
+        limiter: RequestLimiter | None = None,
+        on_usage: Callable[[ChatUsage], None] = lambda usage: None,
+    ) -> None:
+        self.url, self.model, self._key, self.on_usage = url.rstrip("/"), model, key, on_usage
         # OpenAI's newer models refuse the older name.
         self.limit = "max_completion_tokens" if urlsplit(url).hostname == "api.openai.com" else "max_tokens"
-        self._transport = Transport(key, retry)
+        self._transport = Transport(key, retry, limiter)
 
     async def close(self) -> None:
         await self._transport.close()
@@ -72,13 +81,17 @@ class OpenAIChat:
         with self._redact_errors():
             if listen is None:
                 response = await self._transport.call("POST", path, lambda: self.url, json=body)
-                return read_reply(self._clean(response), where, tools)
+                return self._counted(read_reply(self._clean(response), where, tools))
             body |= {"stream": True, "stream_options": {"include_usage": True}}
             events = ChatEventParser(where, listen)
             async with aclosing(self._transport.lines(path, lambda: self.url, json=body)) as lines:
                 async for line in lines:
                     events.feed(line)
-            return read_reply(self._clean(events.merged(body)), where, tools)
+            return self._counted(read_reply(self._clean(events.merged(body)), where, tools))
+
+    def _counted(self, reply: Reply) -> Reply:
+        self.on_usage(reply.usage)
+        return reply
 
     async def models(self) -> list[Mapping[str, Any]]:
         """Return the models that are served there."""

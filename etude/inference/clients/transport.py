@@ -1,7 +1,8 @@
 """JSON over HTTP to a server that may be busy, restarting or gone, with timeouts and retries.
 
 Sampling changes nothing on a server, so any request may be sent again. Failed connections, 429 and 503 are retried
-after a delay that doubles, has jitter, and is never shorter than the server's Retry-After.
+after a delay that doubles, has jitter, and is not shorter than the server's Retry-After, up to `max_retry_after`. A
+limiter, if there is one, spaces all requests of a client and holds them while the server asks for patience.
 """
 
 import asyncio
@@ -10,8 +11,11 @@ import json as json_text
 import os
 import random
 import ssl
-from collections.abc import AsyncGenerator, Callable
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
@@ -50,11 +54,48 @@ class RetryPolicy:
     attempts: int = 8
     first_delay: float = 0.25
     max_delay: float = 15.0
+    max_retry_after: float | None = None  # of a server's Retry-After; default: max_delay
 
     def delay(self, attempt: int, retry_after: float = 0.0) -> float:
-        """Return the seconds before the next attempt: at least `retry_after`, at most `max_delay`."""
+        """Return the seconds before the next attempt: at least `retry_after`, as far as that is accepted."""
         grown = min(self.max_delay, self.first_delay * 2.0**attempt)
-        return min(max(grown * random.uniform(0.5, 1.0), retry_after), self.max_delay)
+        most = self.max_delay if self.max_retry_after is None else self.max_retry_after
+        return max(grown * random.uniform(0.5, 1.0), min(retry_after, most))
+
+
+class RequestLimiter:
+    """Limits the requests to one server, retries included: evenly spaced, at most `per_minute` of them a minute.
+
+    `check` is called before each request, and raises to refuse it.
+    """
+
+    def __init__(
+        self,
+        per_minute: float | None = None,
+        check: Callable[[], None] = lambda: None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self.interval = 60.0 / per_minute if per_minute else 0.0
+        self.check, self._clock, self._sleep = check, clock, sleep
+        self._next_at = self._held_until = 0.0
+
+    async def acquire(self) -> None:
+        """Wait until the next request may be sent."""
+        self.check()
+        now = self._clock()
+        at = max(now, self._next_at, self._held_until)
+        self._next_at = at + self.interval
+        while at > now:
+            await self._sleep(at - now)
+            now = self._clock()
+            at = max(at, self._held_until)
+        self.check()
+
+    def hold(self, seconds: float) -> None:
+        """Send no request for so long."""
+        self._held_until = max(self._held_until, self._clock() + seconds)
 
 
 @dataclass(frozen=True)
@@ -73,8 +114,10 @@ class HttpResponse:
 class Transport:
     """A pool of connections that share a token. Use it in one event loop."""
 
-    def __init__(self, token: str = "", retry: RetryPolicy | None = None) -> None:
-        self.retry = retry or RetryPolicy()
+    def __init__(
+        self, token: str = "", retry: RetryPolicy | None = None, limiter: RequestLimiter | None = None
+    ) -> None:
+        self.retry, self.limiter = retry or RetryPolicy(), limiter
         self._headers = {"authorization": f"Bearer {token}"} if token else {}
         self._opened: aiohttp.ClientSession | None = None
         self._options: dict[str, dict[str, Any]] = {}
@@ -165,6 +208,8 @@ class Transport:
         while True:
             url, retry_after = server(), 0.0
             where = f"{method} {url}{path}"
+            if self.limiter is not None:
+                await self.limiter.acquire()
             try:
                 all_options = {"allow_redirects": False, **self._connection_options(url), **options}
                 raw = await self._session.request(method, f"{url}{path}", **all_options)
@@ -175,8 +220,7 @@ class Transport:
                     return response, where
                 on_failure(url, response.status == 429)
                 problem: EtudeError = error_from_response(response, where)
-                with contextlib.suppress(ValueError):  # Retry-After may also be a date
-                    retry_after = float(raw.headers.get("retry-after", 0))
+                retry_after = read_retry_after(raw.headers.get("retry-after", ""))
             except aiohttp.SocketTimeoutError:
                 raise ServerUnreachable(f"{where}: no response in {self.retry.timeout:g} s") from None
             except CONNECTION_ERRORS as error:
@@ -187,7 +231,19 @@ class Transport:
             attempt += 1
             if attempt >= self.retry.attempts:
                 raise problem
-            await asyncio.sleep(self.retry.delay(attempt - 1, retry_after))
+            delay = self.retry.delay(attempt - 1, retry_after)
+            if self.limiter is not None and retry_after:
+                self.limiter.hold(delay)
+            await asyncio.sleep(delay)
+
+
+def read_retry_after(text: str) -> float:
+    """Return the seconds of a Retry-After header, which is a number or a date; 0 if it is neither."""
+    with contextlib.suppress(ValueError):
+        return max(0.0, float(text))
+    with contextlib.suppress(ValueError):
+        return max(0.0, (parsedate_to_datetime(text) - datetime.now(UTC)).total_seconds())
+    return 0.0
 
 
 def describe_connection_error(error: Exception) -> str:
