@@ -1,7 +1,7 @@
 """The report's figure of average and best-of-K: does RL enlarge the set of solvable tasks, or only reweight it?
 
 If training only made likely what was possible before, the average would rise and the best of K samples would not. Both
-are read from a run's held-out evaluations, every `rl.evaluation.every` steps; K is the number of samples per task.
+are read from a run's validations during RL, every `evaluation.every` steps; K is the number of samples per task.
 Without a run, `recipes/nano-rl.toml` is run first, with more frequent evaluations.
 """
 
@@ -35,7 +35,7 @@ class Fig5Settings:
     steps: int = 24
     every: int = 6  # steps between evaluations
     samples: int = 8  # K
-    tasks: int = 16  # of each evaluated set
+    tasks: int = 24  # of the validation set
 
 
 @study("fig5")
@@ -70,8 +70,9 @@ def make_run(s: Fig5Settings, seed: int, out: Path, progress: ProgressCallback) 
 
 def recipe_overrides(s: Fig5Settings, seed: int) -> list[str]:
     """Return the overrides of the recipe."""
-    keys = {"seed": seed, "rl.steps": s.steps, "rl.evaluation.every": s.every}
-    keys |= {"rl.evaluation.samples": s.samples, "rl.evaluation.max_tasks": s.tasks}
+    keys = {"seed": seed, "rl.steps": s.steps, "evaluation.every": s.every}
+    keys |= {"evaluation.validation_samples": s.samples, "evaluation.max_tasks": s.tasks}
+    keys |= {"evaluation.models": '["rl"]', "evaluation.test": "[]"}  # only the curve is read
     return [f"{key}={value}" for key, value in keys.items()]
 
 
@@ -83,7 +84,7 @@ def read_evaluations(run: Path) -> tuple[str, list[Metrics], dict[str, Metrics]]
     if len(evaluations) < 2:
         raise InputError(
             f"{run} has {len(evaluations)} evaluations on held-out tasks, and a curve needs two: name a run whose "
-            "recipe has [rl.evaluation], with `every` set for more than the first and the last"
+            "recipe has [evaluation], with `every` set for more than the first and the last"
         )
     with closing(RolloutQueue.open_read_only(RunLayout(run).evaluations)) as queue:
         ends = [held_out.results(queue, evaluations[index]["step"]) for index in (0, -1)]

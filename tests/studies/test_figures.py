@@ -142,7 +142,7 @@ def open_evaluations(path: Path, samples: int) -> RolloutQueue:
 
 def evaluated_run(path: Path, solved: Mapping[int, Sequence[int]], samples: int = 4) -> Path:
     """Make a run evaluated at these steps: `solved` has the number of solved samples of each held-out task."""
-    evaluation = {"tasks": "./held-out", "samples": samples}
+    evaluation = {"validation_samples": samples}
     with begin_run(path, evaluation=evaluation) as run, closing(open_evaluations(path, samples)) as queue:
         for step, counts in solved.items():
             held_out.start(queue, step, [f"task-{number}" for number in range(len(counts))])
@@ -239,13 +239,14 @@ def test_fig5_runs_the_recipe_with_more_evaluations() -> None:
     assert {line.split(":")[0] for line in differing_keys(settings_data(original), settings_data(changed))} <= {
         "seed",
         "rl.steps",
-        "rl.evaluation.every",
-        "rl.evaluation.samples",
-        "rl.evaluation.max_tasks",
+        "evaluation.every",
+        "evaluation.validation_samples",
+        "evaluation.max_tasks",
+        "evaluation.models",
+        "evaluation.test",
     }
-    assert changed.rl is not None
-    assert changed.rl.evaluation is not None
-    assert changed.rl.evaluation.every == fig5.Fig5Settings().every
+    assert changed.evaluation is not None
+    assert changed.evaluation.every == fig5.Fig5Settings().every
 
 
 def test_one_evaluation_is_not_enough(tmp_path: Path) -> None:
