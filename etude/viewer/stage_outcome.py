@@ -43,7 +43,8 @@ def _gains(facts: JsonObject) -> list[JsonObject]:
     gains = facts.get("gains")
     found = []
     for model, gain in reversed(list(gains.items())) if isinstance(gains, dict) else ():
-        for name, difference in gain["sets"].items():
+        sets = gain.get("sets") if isinstance(gain, dict) else None
+        for name, difference in sets.items() if isinstance(sets, dict) else ():
             k = largest_k(difference)
             measures = {"solved": "solved", "best": f"best/{k}", "proper": "proper", "proper_solved": "proper_solved"}
             row = {word: _bounded(difference, key) for word, key in measures.items()}

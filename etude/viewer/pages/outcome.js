@@ -2,7 +2,7 @@
 
 import {foldable, h, integer, isNumber, percent, plural, s, signed} from "./dom.js";
 
-const WIDTH = 300, HEIGHT = 190, LEFT = 34, TOP = 14, BOTTOM = 24;
+const WIDTH = 300, HEIGHT = 190, LEFT = 42, TOP = 14, BOTTOM = 24;
 const points = (value) => signed(100 * value, 0);
 
 export function outcome(data) {
