@@ -86,7 +86,7 @@ class Fig2Settings:
     max_turn_tokens: int = 200
     in_flight: int = 64
     workers: int = 2
-    evaluation_tasks: int = 16  # of each evaluated set, before and after RL
+    evaluation_tasks: int = 16  # of each evaluated set; validation before and after RL, the others after it
     evaluation_samples: int = 4  # of each
     loss_sessions: int = 200  # demonstrations that the loss is taken on
     loss_files: int = 40  # and files of code
@@ -130,8 +130,8 @@ def budget_name(budget: int) -> str:
 def estimate_time(s: Fig2Settings) -> str:
     """Estimate the time of each part from the rates of an H200 with 16 cores, with a minute to load and compile."""
     simulated_per_s, tokens_per_s, rollouts_per_s = 2000.0, 2e6, 8.0
-    tasks = s.evaluation_tasks * len(evaluated_sets(recipe_tables(AGENT)))
-    rl = 60 + (s.steps * s.groups * s.group_size + 2 * tasks * s.evaluation_samples) / rollouts_per_s
+    tasks = s.evaluation_tasks * (2 + len(evaluated_sets(recipe_tables(AGENT))))  # two validations in RL
+    rl = 60 + (s.steps * s.groups * s.group_size + tasks * s.evaluation_samples) / rollouts_per_s
     rounds = math.ceil(len(s.budgets) / s.at_once)
     data = 15 + (s.exercises + s.demonstrations) / simulated_per_s
     foundation = 40 + s.foundation / tokens_per_s
@@ -247,8 +247,7 @@ def task_sets(s: Fig2Settings, agent: Table) -> list[Table]:
 
 
 def evaluated_sets(agent: Table) -> list[str]:
-    names = agent["rl"]["evaluation"]["tasks"]
-    return [names] if isinstance(names, str) else list(names)
+    return [agent["evaluation"]["validation"], *agent["evaluation"]["test"]]
 
 
 def pretrain_table(table: Table, s: Fig2Settings, directory: Path, tokens: int) -> Table:
@@ -296,20 +295,19 @@ def budget_recipe(s: Fig2Settings, seed: int, directory: Path, budget: int, foun
         "checkpoint_every": s.steps,
         "budget": {"turns": s.turns, "max_turn_tokens": s.max_turn_tokens},
         "curriculum": {"hard_weight": 0.0},  # otherwise each budget would draw other tasks
-        "evaluation": {
-            "tasks": [foundation.tasks(name) for name in evaluated_sets(agent)],
-            "samples": s.evaluation_samples,
-        },
     }
+    validation, *test = (foundation.tasks(name) for name in evaluated_sets(agent))
+    samples = {"samples": s.evaluation_samples, "validation_samples": s.evaluation_samples}
     sft_mix = [part | {"corpus": foundation.corpus(part["corpus"])} for part in agent["sft"]["mix"]]
     rl["sampler"] = rl["sampler"] | {"max_sequences": s.in_flight, "max_step_tokens": 64 * s.in_flight}
     return {
         "name": f"fig2-{budget_name(budget)}",
         "seed": seed,
-        "stages": ["pretrain", "sft", "rl"],
+        "stages": ["pretrain", "sft", "rl", "evaluation"],
         "pretrain": pretrain_table(base["sft"], s, directory, budget) | {"model": str(foundation.model)},
         "sft": agent["sft"] | {"mix": sft_mix, "length": LENGTH, "tokens": s.sft_tokens},
         "rl": rl,
+        "evaluation": {"validation": validation, "test": test, "models": ["rl"], **samples},
     }
 
 
@@ -328,7 +326,7 @@ class Fig2Budget:
     reward: float
     reward_low: float
     reward_high: float
-    solved_before: float
+    solved_before: float  # validation tasks
     solved: float
     solved_low: float
     solved_high: float
@@ -352,6 +350,8 @@ def measure(
     code = codebase_nll(model, tokenizer, files, window=LENGTH // 2, stride=LENGTH // 4).nats_per_token
     lines = Run.read(run).metrics("rl")
     before, after = sorted((line for line in lines if line.get("evaluation")), key=lambda line: int(line["step"]))
+    scored = Run.read(run).metrics("evaluation")
+    kept = ("tasks", "solved", "solved_low", "solved_high", f"best/{s.evaluation_samples}")
     by_step = rewards_by_step(run)
     last = np.concatenate([by_step[step] for step in sorted(by_step)[-max(1, s.steps // 4) :]])
     mean = float(last.mean())
@@ -369,7 +369,12 @@ def measure(
         after["solved"],
         _or(after["solved_low"], after["solved"]),
         _or(after["solved_high"], after["solved"]),
-        {key.removeprefix("set/"): value for key, value in after.items() if key.startswith("set/")},
+        {
+            f"{line['set']}/{key}": line[key]
+            for line in Run.read(run).metrics("evaluation")
+            for key in kept
+            if key in line
+        },
         durations(run),
     )
 
@@ -446,7 +451,7 @@ def build_result(points: Sequence[Fig2Budget], s: Fig2Settings, seconds: Mapping
             "code",
             "reward: first step",
             "last steps, 95% interval",
-            "held-out tasks solved: before",
+            "validation tasks solved: before",
             "after, 95% interval",
         ),
         rows=[_row(point) for point in points],
