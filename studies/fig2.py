@@ -369,12 +369,7 @@ def measure(
         after["solved"],
         _or(after["solved_low"], after["solved"]),
         _or(after["solved_high"], after["solved"]),
-        {
-            f"{line['set']}/{key}": line[key]
-            for line in Run.read(run).metrics("evaluation")
-            for key in kept
-            if key in line
-        },
+        {f"{line['set']}/{key}": line[key] for line in scored for key in kept if key in line},
         durations(run),
     )
 

@@ -70,7 +70,7 @@ def make_run(s: Fig5Settings, seed: int, out: Path, progress: ProgressCallback) 
 
 def recipe_overrides(s: Fig5Settings, seed: int) -> list[str]:
     """Return the overrides of the recipe."""
-    keys = {"seed": seed, "rl.steps": s.steps, "evaluation.every": s.every}
+    keys: dict[str, object] = {"seed": seed, "rl.steps": s.steps, "evaluation.every": s.every}
     keys |= {"evaluation.validation_samples": s.samples, "evaluation.max_tasks": s.tasks}
     keys |= {"evaluation.models": '["rl"]', "evaluation.test": "[]"}  # only the curve is read
     return [f"{key}={value}" for key, value in keys.items()]

@@ -47,10 +47,10 @@ def _gains(facts: JsonObject) -> list[JsonObject]:
         for name, difference in sets.items() if isinstance(sets, dict) else ():
             k = largest_k(difference)
             measures = {"solved": "solved", "best": f"best/{k}", "proper": "proper", "proper_solved": "proper_solved"}
-            row = {word: _bounded(difference, key) for word, key in measures.items()}
             verdict = str(difference.get("verdict", ""))
-            row |= {"model": model, "against": gain["against"], "set": name, "k": k, "tasks": difference.get("tasks")}
-            found.append(row | {"verdict": verdict, "words": verdict_words(verdict)})
+            about = {"model": model, "against": gain["against"], "set": name, "k": k, "verdict": verdict}
+            row = {word: _bounded(difference, key) for word, key in measures.items()}
+            found.append({**about, **row, "words": verdict_words(verdict)})
     return found
 
 

@@ -37,7 +37,7 @@ STAGES = ("base", "tasks", "corpus", "pretrain", "mtp", "extend", "sft", "rl", "
 STEPS = {"pretrain": 8, "mtp": 4, "extend": 2, "sft": 4, "rl": 2}
 EVALUATED = ("pretrain", "mtp", "extend", "rl")  # before the first step and after the last
 PACKAGES = ("kernels", "model", "tasks", "train", "weights")  # of our own source: a corpus that is built in a second
-MODELS = ("base", "pretrain", "extend", "sft", "rl")
+MODELS = ("base", "pretrain", "sft", "rl")  # of the demo
 LIMIT_S = 300  # for one stage, on a busy machine
 SETTLE_S = 60  # until the processes of a finished run are gone: the zygote of pods waits for half a minute
 
