@@ -88,7 +88,7 @@ class EvaluationStage(Stage[EvaluationSettings]):
         scored = {record["model"] for record in run.metrics("evaluation")} if run is not None else set()
         left = [name for name in names if name not in scored]
         shown = ", ".join(f"{key} {size:,} x {settings.samples_of(key)}" for key, size in sizes.items())
-        lines = [f"{len(names)} models ({', '.join(names)}), each on {shown}: {len(names) * per_model:,} sessions"]
+        lines = [f"models of {', '.join(names)}, each on {shown}: {len(names) * per_model:,} sessions"]
         lines += [f"{', '.join(sorted(scored))} done before"] if scored else []
         models = self.models(context.inputs)
         estimate, model = None, list(models.values())[-1]
@@ -123,7 +123,7 @@ class EvaluationStage(Stage[EvaluationSettings]):
         return {"models": figures, "gains": gains, "scored": count_scorings(run.layout), "seconds": seconds}
 
     def summarize(self, facts: Facts) -> str:
-        return "\n  ".join([f"{len(facts['models'])} models, same tasks and seeds", *summary_lines(facts)])
+        return "\n  ".join(["solved by the model of each stage, same tasks and seeds", *summary_lines(facts)])
 
 
 def _set_keys(settings: EvaluationSettings) -> list[tuple[str, str]]:

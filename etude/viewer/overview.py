@@ -143,7 +143,7 @@ def _stage_summary(name: str, facts: JsonObject, section: JsonObject, curve: Jso
         each = f" of {_format_count(groups)} tasks × {_format_count(size)} sessions" if size and groups else ""
         return f"{_format_count(steps)} steps{each}" if steps else ""
     if name == "evaluation" and isinstance(models := facts.get("models"), dict):
-        return f"{_format_count(len(models))} models: {', '.join(models)}"
+        return f"measured the models of {', '.join(models)}"
     if name == "base":
         source = Path(str(facts.get("source") or section.get("source") or "")).name
         return f"starts from {source}" if source else ""

@@ -447,6 +447,6 @@ def test_the_nano_rl_recipe_has_no_problems_here(tmp_path: Path, monkeypatch: py
     evaluation = plan.stages[-1]
     assert evaluation.stage == "evaluation"
     sets = "validation 24 x 2, new 24 x 4, unseen 24 x 4"
-    assert evaluation.does[0] == f"3 models (base, sft, rl), each on {sets}: 720 sessions"
+    assert evaluation.does[0] == f"models of base, sft, rl, each on {sets}: 720 sessions"
     assert evaluation.time is not None
     assert [memory.process for memory in evaluation.memory] == ["sampler", "sessions"]

@@ -173,7 +173,7 @@ def test_models_with_other_rope_share_a_window_that_fits_all(tmp_path: Path) -> 
 def test_a_dry_run_estimates_the_stage(tmp_path: Path) -> None:
     plan = make_plan(load_recipe(base_recipe(tmp_path)), budget=0.05)
     stage = plan.stages[-1]
-    assert stage.does == ("1 models (base), each on validation 2 x 1, unseen 2 x 2: 6 sessions",)
+    assert stage.does == ("models of base, each on validation 2 x 1, unseen 2 x 2: 6 sessions",)
     assert stage.time is not None
     assert stage.time.basis == "predicted from one rollout here"
     assert stage.launches[0] == "1 sampler on cpu"

@@ -39,7 +39,7 @@ def test_the_first_screen_has_model_stages_and_outcome(run: Path) -> None:
     assert [each["start"] for each in data["stages"]] == [0.0, *ends[:-1]], "each begins where the one before ended"
     assert all(each["seconds"] > 0 for each in data["stages"])
     assert by_name["rl"]["measure"] == "validation tasks solved"
-    assert by_name["evaluation"]["did"] == "2 models: sft, rl"
+    assert by_name["evaluation"]["did"] == "measured the models of sft, rl"
     outcome = data["outcome"]
     assert [(each["name"], each["tasks"], each["sessions"], each["k"]) for each in outcome["sets"]] == [
         (name, 3, 2, 2) for name in ("validation", "new", "unseen")

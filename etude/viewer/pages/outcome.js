@@ -2,7 +2,7 @@
 
 import {foldable, h, integer, isNumber, percent, plural, s, signed} from "./dom.js";
 
-const WIDTH = 300, HEIGHT = 190, LEFT = 42, TOP = 14, BOTTOM = 24;
+const MODEL = 66, HEIGHT = 190, LEFT = 42, TOP = 14, BOTTOM = 24;
 const points = (value) => signed(100 * value, 0);
 
 export function outcome(data) {
@@ -14,7 +14,7 @@ export function outcome(data) {
     h("div.panels", data.sets.map((set) => h("div", h("h3", set.name, h("span.kind", about(set))), panel(set, data)))),
     h("p.fine", legend, ". Tasks solved by the model after each stage: same tasks, seeds, tools, prompt and sampling. ",
       "Bars are 95 % intervals over tasks."),
-    gainTable(data.gains), h("p.fine", scored(data)),
+    data.rows.length > 1 ? gainTable(data.gains) : null, h("p.fine", scored(data)),
     foldable("The same as numbers", () => numbers(data), {class: "block"}));
 }
 
@@ -55,9 +55,10 @@ function scored(data) {
 
 function panel(set, data) {
   const y = (share) => TOP + (1 - Math.max(0, Math.min(1, share))) * (HEIGHT - TOP - BOTTOM);
-  const room = (WIDTH - LEFT) / data.rows.length;
+  const width = LEFT + MODEL * Math.max(4, data.rows.length);
+  const room = (width - LEFT) / data.rows.length;
   const rails = [0, 0.25, 0.5, 0.75, 1].map((share) => [
-    s("line.rail", {x1: LEFT, x2: WIDTH, y1: y(share), y2: y(share)}),
+    s("line.rail", {x1: LEFT, x2: width, y1: y(share), y2: y(share)}),
     share % 0.5 ? null : s("text", {x: LEFT - 6, y: y(share) + 4, "text-anchor": "end"}, percent(share)),
   ]);
   const marks = data.rows.map((row, at) => {
@@ -71,7 +72,7 @@ function panel(set, data) {
   });
   const label = `${set.name}: tasks solved on average, ${data.rows.filter((row) => row.sets[set.name])
     .map((row) => `${row.model} ${percent(row.sets[set.name].solved.at)}`).join(", ")}`;
-  return s("svg.panel", {viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": label}, rails, marks);
+  return s("svg.panel", {viewBox: `0 0 ${width} ${HEIGHT}`, role: "img", "aria-label": label}, rails, marks);
 }
 
 function mark(value, kind, x, y, side) {
