@@ -36,8 +36,8 @@ demo: $(READY) ## run every stage on a CPU and write a page that shows it; again
 	etude run recipes/nano.toml --out $(RUN) --resume
 	etude report $(RUN) --out $(RUN)/report.html
 	@echo
-	@echo "Every stage has run on a model of 3.4M parameters. The gain shown for RL is measured from the model after SFT, whose"
-	@echo "demonstrations are deliberately cut short; the base model itself solves more of these tasks (docs/rl.md)."
+	@echo "Every stage has run on a model of 3.4M parameters, and the model of each was measured on the same tasks: the summary"
+	@echo "above and the first picture of the page compare RL with the best model before it (docs/rl.md)."
 	@echo "Open $(RUN)/report.html in a browser, or run: $(if $(VENV),$(VENV)/bin/)etude view $(RUN)"
 
 test: lint ## lint, types and the fast tests

@@ -92,7 +92,6 @@ def run_table(path: Path, steps: int) -> dict[str, Any]:
     """Return the table `rl` of a run's recipe with the weights and tasks of that run, without evaluations."""
     run = Run.read(path)
     table: dict[str, Any] = tomllib.loads((path / "recipe.toml").read_text())["rl"]
-    table.pop("evaluation", None)
     model = table.get("model") or str(initial_weights(run, "rl").path.resolve())
     tasks = str(task_directory(run, table["tasks"], "rl.tasks").resolve())
     return table | {"model": model, "tasks": tasks, "steps": steps, "checkpoint_every": steps}

@@ -180,6 +180,7 @@ _add_stage_command("mtp", "train multi-token-prediction layers for a model")
 _add_stage_command("extend", "extend the context")
 _add_stage_command("sft", "fine-tune on conversations")
 _add_stage_command("rl", "reinforcement learning from the model of the recipe or the run")
+_add_stage_command("evaluation", "score the model of every stage on validation and test tasks")
 
 
 app.command(

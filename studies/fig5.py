@@ -1,14 +1,14 @@
 """The report's figure of average and best-of-K: does RL enlarge the set of solvable tasks, or only reweight it?
 
 If training only made likely what was possible before, the average would rise and the best of K samples would not. Both
-are read from a run's held-out evaluations, every `rl.evaluation.every` steps; K is the number of samples per task.
+are read from a run's validations during RL, every `evaluation.every` steps; K is the number of samples per task.
 Without a run, `recipes/nano-rl.toml` is run first, with more frequent evaluations.
 """
 
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ class Fig5Settings:
     steps: int = 24
     every: int = 6  # steps between evaluations
     samples: int = 8  # K
-    tasks: int = 16  # of each evaluated set
+    tasks: int = 24  # of the validation set
 
 
 @study("fig5")
@@ -54,9 +54,9 @@ def fig5(
         if directory is None:
             raise InputError("fig5 needs a run to read, or a directory to make one in")
         run = make_run(s, seed, directory / "run", progress)
-    name, evaluations, changes = read_evaluations(run)
+    name, evaluations, change = read_evaluations(run)
     progress(1, 1)
-    return build_result(name, evaluations, changes, s)
+    return build_result(name, evaluations, change, s)
 
 
 def make_run(s: Fig5Settings, seed: int, out: Path, progress: ProgressCallback) -> Path:
@@ -70,33 +70,25 @@ def make_run(s: Fig5Settings, seed: int, out: Path, progress: ProgressCallback) 
 
 def recipe_overrides(s: Fig5Settings, seed: int) -> list[str]:
     """Return the overrides of the recipe."""
-    keys = {"seed": seed, "rl.steps": s.steps, "rl.evaluation.every": s.every}
-    keys |= {"rl.evaluation.samples": s.samples, "rl.evaluation.max_tasks": s.tasks}
+    keys: dict[str, object] = {"seed": seed, "rl.steps": s.steps, "evaluation.every": s.every}
+    keys |= {"evaluation.validation_samples": s.samples, "evaluation.max_tasks": s.tasks}
+    keys |= {"evaluation.models": '["rl"]', "evaluation.test": "[]"}  # only the curve is read
     return [f"{key}={value}" for key, value in keys.items()]
 
 
-def read_evaluations(run: Path) -> tuple[str, list[Metrics], dict[str, Metrics]]:
-    """Return a run's name, its evaluations, and the paired changes from first to last: of all tasks ("") and by set."""
+def read_evaluations(run: Path) -> tuple[str, list[Metrics], Metrics]:
+    """Return a run's name, its validations during RL, and the paired change from the first to the last."""
     opened = Run.read(run)
     lines = [line for line in opened.metrics("rl") if line.get("evaluation") and line.get("tasks")]
     evaluations: list[Metrics] = sorted(lines, key=lambda line: line["step"])
     if len(evaluations) < 2:
         raise InputError(
             f"{run} has {len(evaluations)} evaluations on held-out tasks, and a curve needs two: name a run whose "
-            "recipe has [rl.evaluation], with `every` set for more than the first and the last"
+            "recipe has [evaluation], with `every` set for more than the first and the last"
         )
     with closing(RolloutQueue.open_read_only(RunLayout(run).evaluations)) as queue:
         ends = [held_out.results(queue, evaluations[index]["step"]) for index in (0, -1)]
-    by_set = {
-        name: statistics.compare(*(held_out.subset(end, f"{name}/") for end in ends))
-        for name in sets_of(evaluations[0])
-    }
-    return opened.settings.name, evaluations, {"": statistics.compare(*ends), **by_set}
-
-
-def sets_of(evaluation: Metrics) -> list[str]:
-    """Return the task sets that an evaluation reports separately."""
-    return sorted(key.split("/")[1] for key in evaluation if key.startswith("set/") and key.endswith("/solved"))
+    return opened.settings.name, evaluations, statistics.compare(*ends)
 
 
 def best_of_sizes(evaluation: Metrics) -> list[int]:
@@ -108,10 +100,7 @@ def best_of_sizes(evaluation: Metrics) -> list[int]:
 # ------------------------------------------------------------------------------------------------- plot
 
 
-def build_result(
-    name: str, evaluations: Sequence[Metrics], changes: Mapping[str, Metrics], s: Fig5Settings
-) -> StudyResult:
-    change = changes[""]
+def build_result(name: str, evaluations: Sequence[Metrics], change: Metrics, s: Fig5Settings) -> StudyResult:
     k = min(best_of_sizes(line)[-1] for line in evaluations)
     best, first, last = f"best/{k}", evaluations[0], evaluations[-1]
     return StudyResult(
@@ -139,7 +128,6 @@ def build_result(
             "k": k,
             "measurements": [_recorded(line) for line in evaluations],
             "rise": dict(change),
-            "rise_by_set": {each: dict(found) for each, found in changes.items() if each},
         },
         settings=s,
     )
@@ -189,7 +177,6 @@ def _recorded(line: Metrics) -> dict[str, Any]:
         "turns",
         "versions/",
         "infrastructure/",
-        "set/",
     )
     return {key: value for key, value in line.items() if key.startswith(prefixes) and not key.startswith("best_score")}
 
@@ -212,14 +199,6 @@ def panels(evaluations: Sequence[Metrics], k: int) -> list[Panel]:
         Line(f"step {line['step']}", sizes, [line[f"best/{size}"] for size in sizes], style="both")
         for line in (evaluations[0], evaluations[-1])
     ]
-    by_set = [
-        line
-        for colour, name in enumerate(sets_of(evaluations[0]))
-        for line in (
-            replace(curve(f"{name}, average", f"set/{name}/solved"), colour=colour),
-            replace(curve(f"{name}, best of {k}", f"set/{name}/best/{k}"), colour=colour, style="dashed"),
-        )
-    ]
     solved = Axis("tasks solved", low=0, high=1, percent=True)
     found = [
         Panel(
@@ -233,8 +212,6 @@ def panels(evaluations: Sequence[Metrics], k: int) -> list[Panel]:
         found.append(
             Panel(Axis("k, samples of a task", log=True), solved, best_of_curves, title="Best of k, first and last")
         )
-    if by_set:
-        found.append(Panel(Axis("step"), solved, by_set, title="By set of tasks"))
     return found
 
 

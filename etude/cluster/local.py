@@ -69,8 +69,9 @@ class LocalServices:
         self.stop(*self.services)
 
     def add(self, name: str, module: str, *arguments: str, finishes: bool = False) -> None:
-        """Add a service `python -m MODULE RUN ARGUMENTS`; the next `tick` starts it."""
-        command = [sys.executable, "-m", module, str(self.layout.run), *arguments]
+        """Add a service `python -m MODULE RUN --root ROOT ARGUMENTS`; the next `tick` starts it."""
+        root = ("--root", self.layout.service_root)
+        command = [sys.executable, "-m", module, str(self.layout.run), *root, *arguments]
         self.services[name] = Service(name, command, finishes)
 
     def tick(self) -> None:

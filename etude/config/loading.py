@@ -219,7 +219,10 @@ def _unknown_key(root: type[Settings], loc: Sequence[int | str]) -> str:
     owner, name = _table_at(root, loc[:-1]) or root, str(loc[-1])
     where = f"[{_dotted(loc[:-1])}]" if loc[:-1] else "the recipe"
     if name in owner.renamed_keys:
-        return f"{_dotted(loc)} is now called {_dotted([*loc[:-1], owner.renamed_keys[name]])}; rename it"
+        new = owner.renamed_keys[name]
+        if new.startswith("["):  # a table of its own
+            return f"{_dotted(loc)} is now {new}; move it there"
+        return f"{_dotted(loc)} is now called {_dotted([*loc[:-1], new])}; rename it"
     elsewhere = [key.name for key in settings_keys(root) if key.name.rpartition(".")[2] == name]
     if elsewhere and name not in owner.model_fields:
         # The usual TOML mistake: a key written below the wrong header.

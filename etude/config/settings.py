@@ -21,7 +21,8 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
-    # Keys that earlier versions had, with their new names. Using one is an error that names the new key.
+    # Keys that earlier versions had, with their new names. Using one is an error that names the new key. A new name
+    # that starts with a bracket is a table elsewhere in the recipe, such as "[evaluation]".
     renamed_keys: ClassVar[dict[str, str]] = {}
 
 

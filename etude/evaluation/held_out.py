@@ -25,14 +25,21 @@ def choose_tasks(tasks: Iterable[str], max_tasks: int | None) -> list[str]:
 
 
 def start(
-    evaluations: RolloutQueue, step: int, tasks: Iterable[str], expected: Mapping[str, float] | None = None
+    evaluations: RolloutQueue,
+    step: int,
+    tasks: Iterable[str],
+    expected: Mapping[str, float] | None = None,
+    samples: int | None = None,
 ) -> int:
-    """Queue the samples of every task; return how many tasks are new. Starting an evaluation twice is harmless."""
+    """Queue the samples of every task; return how many tasks are new. Starting an evaluation twice is harmless.
+
+    `samples` is the number for each task, where it is another than that of the queue.
+    """
     names = list(tasks)
     if not names:
         raise InputError(f"evaluation at step {step}: there are no held-out tasks")
     seconds = expected or {}
-    return evaluations.add((f"{_prefix(step)}{name}", seconds.get(name, 0.0)) for name in names)
+    return evaluations.add(((f"{_prefix(step)}{name}", seconds.get(name, 0.0)) for name in names), samples)
 
 
 def reconcile(evaluations: RolloutQueue, now: float) -> dict[str, int]:

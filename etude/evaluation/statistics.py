@@ -2,12 +2,16 @@
 
 Tasks are independent samples, but several rollouts of one task are not. Every mean is therefore a mean over tasks, and
 every interval a bootstrap over tasks.
+
+A proper session has valid calls and a proper ending (`is_proper`). The solve rate among proper sessions, beside their
+share, tells a better solver from a model that only learned the format: it is a ratio of sums over tasks, because a task
+may have no proper session.
 """
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,12 +20,21 @@ import numpy.typing as npt
 from etude.errors import InputError
 from etude.evaluation.held_out import Evaluation
 from etude.rollouts.queue import Slot
+from etude.tasks.task import TASK_LABELS
 
 RESAMPLES = 2000  # of a bootstrap: its own error in a bound is then a few hundredths of the interval's width
 MAX_DRAWN = 1 << 20  # numbers drawn at once, to bound memory
 LEVEL = 0.95
 
+INVALID_CALLS = ("malformed_call", "unknown_tool", "bad_arguments", "denied")  # error classes of calls that never ran
+
 Floats = npt.NDArray[np.float64]
+
+
+def is_proper(record: Mapping[str, Any]) -> bool:
+    """Return whether a session ended with a final message and all its calls were valid, from its rollout's record."""
+    errors = record.get("errors", {})
+    return record.get("ending") == "final" and not any(errors.get(name) for name in INVALID_CALLS)
 
 
 def summarise(evaluation: Evaluation, *, seed: int = 0) -> dict[str, Any]:
@@ -41,7 +54,10 @@ def summarise(evaluation: Evaluation, *, seed: int = 0) -> dict[str, Any]:
     for k in powers_of_two(size):
         record |= _with_bounds(f"best/{k}", np.array([best_of(row.solved, k) for row in table]), seed)
         record[f"best_score/{k}"] = float(np.mean([best_of(row.scores, k) for row in table]))
-    return record | _by_category(table, size) | _costs(samples) | _endings(samples) | _versions(samples)
+    record |= _with_bounds("proper", np.array([row.proper / len(row.solved) for row in table]), seed)
+    record |= _ratio("proper_solved", table, seed)
+    labels = [part for name in TASK_LABELS for part in _by_label(name, table, size, seed)]
+    return record | dict(labels) | _costs(samples) | _endings(samples) | _versions(samples)
 
 
 def compare(before: Evaluation, after: Evaluation, *, seed: int = 0) -> dict[str, Any]:
@@ -57,10 +73,11 @@ def compare(before: Evaluation, after: Evaluation, *, seed: int = 0) -> dict[str
         "solved": lambda row: float(np.mean(row.solved)),
         "score": lambda row: float(np.mean(row.scores)),
         f"best/{size}": lambda row: best_of(row.solved, size),
+        "proper": lambda row: row.proper / len(row.solved),
     }
     for name, measure in measures.items():
         record |= _with_bounds(name, np.array([measure(new[task]) - measure(old[task]) for task in shared]), seed)
-    return record
+    return record | _ratio("proper_solved", [new[task] for task in shared], seed, [old[task] for task in shared])
 
 
 # ------------------------------------------------------------------------------------------- estimators
@@ -92,17 +109,47 @@ def bootstrap_interval(
     Resampled means spread too little by a factor of sqrt(1 - 1/n), which matters for few tasks, so they are widened.
     Equal values give an interval of width zero: a bootstrap resamples only the given values.
     """
-    count = len(values)
+    return _bootstrap(len(values), lambda drawn: values[drawn].mean(axis=-1), seed, resamples, level)
+
+
+def _bootstrap(
+    count: int, statistic: Callable[[Any], Floats], seed: int, resamples: int = RESAMPLES, level: float = LEVEL
+) -> tuple[float, float] | None:
+    """Return the interval of a statistic of tasks, which is given their indices; resamples without a value are left
+    out."""
     if count < 2:
         return None
     rng = np.random.default_rng(seed)
-    centre, rows = values.mean(), max(1, MAX_DRAWN // count)
+    centre, rows = statistic(np.arange(count)), max(1, MAX_DRAWN // count)
     parts = (min(rows, resamples - at) for at in range(0, resamples, rows))
-    means = np.concatenate([values[rng.integers(count, size=(part, count))].mean(axis=1) for part in parts])
+    found = np.concatenate([statistic(rng.integers(count, size=(part, count))) for part in parts])
+    found = found[~np.isnan(found)]
     low, high = np.quantile(
-        centre + (means - centre) * math.sqrt(count / (count - 1)), [(1 - level) / 2, (1 + level) / 2]
+        centre + (found - centre) * math.sqrt(count / (count - 1)), [(1 - level) / 2, (1 + level) / 2]
     )
     return float(low), float(high)
+
+
+def _ratio(
+    name: str, table: Sequence["_TaskSamples"], seed: int, minus: Sequence["_TaskSamples"] = ()
+) -> dict[str, float | None]:
+    """Return the solve rate among proper sessions, or its difference from that of `minus`, task by task; None for
+    none."""
+    sides = [
+        (np.array([row.proper_solved for row in rows], float), np.array([row.proper for row in rows], float))
+        for rows in (table, minus)
+        if rows
+    ]
+
+    def statistic(drawn: Any) -> Floats:
+        with np.errstate(invalid="ignore"):
+            rates = [solved[drawn].sum(axis=-1) / proper[drawn].sum(axis=-1) for solved, proper in sides]
+        return np.asarray(rates[0] - rates[1] if len(rates) > 1 else rates[0])
+
+    if not all(proper.sum() for _, proper in sides):
+        return {name: None, f"{name}_low": None, f"{name}_high": None}
+    low, high = _bootstrap(len(table), statistic, seed) or (None, None)
+    return {name: float(statistic(np.arange(len(table)))), f"{name}_low": low, f"{name}_high": high}
 
 
 def _with_bounds(name: str, values: Floats, seed: int) -> dict[str, float | None]:
@@ -118,33 +165,42 @@ class _TaskSamples:
     """The samples of one task."""
 
     task: str
-    category: str
     solved: list[float]
     scores: list[float]
+    proper: int  # sessions
+    proper_solved: int
+    labels: Mapping[str, str] = field(default_factory=dict)  # category, family and difficulty
 
 
 def _by_task(evaluation: Evaluation) -> list[_TaskSamples]:
-    return [
-        _TaskSamples(
-            group.task,
-            str(group.slots[0].record.get("category", "")) or "none",
-            [float(bool(slot.record["solved"])) for slot in group.slots],
-            [float(slot.record["score"]) for slot in group.slots],
+    found = []
+    for group in evaluation.groups:
+        records = [slot.record for slot in group.slots]
+        proper = [record for record in records if is_proper(record)]
+        found.append(
+            _TaskSamples(
+                group.task,
+                [float(bool(record["solved"])) for record in records],
+                [float(record["score"]) for record in records],
+                len(proper),
+                sum(bool(record["solved"]) for record in proper),
+                {name: str(records[0].get(name, "")) for name in TASK_LABELS},
+            )
         )
-        for group in evaluation.groups
-    ]
+    return found
 
 
-def _by_category(table: Sequence[_TaskSamples], size: int) -> dict[str, Any]:
-    categories: defaultdict[str, list[_TaskSamples]] = defaultdict(list)
+def _by_label(label: str, table: Sequence[_TaskSamples], size: int, seed: int) -> Iterator[tuple[str, Any]]:
+    """Yield the figures of the tasks of each category, family or difficulty; of no label only the category "none"."""
+    groups: defaultdict[str, list[_TaskSamples]] = defaultdict(list)
     for row in table:
-        categories[row.category].append(row)
-    record: dict[str, Any] = {}
-    for name, rows in sorted(categories.items()):
-        record[f"category/{name}/tasks"] = len(rows)
-        record[f"category/{name}/solved"] = float(np.mean([np.mean(row.solved) for row in rows]))
-        record[f"category/{name}/best/{size}"] = float(np.mean([best_of(row.solved, size) for row in rows]))
-    return record
+        if row.labels.get(label) or label == "category":
+            groups[row.labels.get(label) or "none"].append(row)
+    for name, rows in sorted(groups.items()):
+        yield f"{label}/{name}/tasks", len(rows)
+        solved = _with_bounds("solved", np.array([np.mean(row.solved) for row in rows]), seed)
+        yield from ((f"{label}/{name}/{key}", value) for key, value in solved.items())
+        yield f"{label}/{name}/best/{size}", float(np.mean([best_of(row.solved, size) for row in rows]))
 
 
 def _costs(samples: Sequence[Slot]) -> dict[str, float | None]:

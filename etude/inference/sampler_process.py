@@ -30,7 +30,7 @@ from etude.inference.engine import Engine, open_engine
 from etude.inference.service import EngineBroken, EngineService
 from etude.inference.settings import SamplerRunSettings
 from etude.inference.weight_update import check_finite
-from etude.runs.layout import RunLayout
+from etude.runs.layout import RL_ROOT, RunLayout
 from etude.runs.service_status import SAMPLER, sampler_token, write_status
 from etude.system.http import bind
 from etude.system.processes import die_with_parent, parent_process
@@ -137,7 +137,8 @@ class Sampler:
 
     def __init__(self, layout: RunLayout, name: str, settings: SamplerRunSettings) -> None:
         self.layout, self.name, self.settings = layout, name, settings
-        self.store = settings.weights.store or layout.store
+        elsewhere = settings.weights.store if layout.service_root == RL_ROOT else ""  # of the weights that RL trains
+        self.store = elsewhere or layout.store
         self.follower = VersionFollower(MeteredObjectStore(self.store))
         self.service: EngineService | None = None
         self._state, self._waiting_for, self._url = "starting", "", ""
@@ -341,12 +342,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m etude.inference.sampler_process", description=__doc__.splitlines()[0]
     )
     parser.add_argument("run", type=Path, help="directory of the run")
+    parser.add_argument("--root", default=RL_ROOT, help="directory of the run that its processes share")
     parser.add_argument("--name", required=True, help="name of this sampler, such as sampler-0")
     given = parser.parse_args(arguments)
     try:
         die_with_parent(parent_process())
-        layout = RunLayout.of_run(given.run)
-        settings = load_table(layout.recipe, "rl", SamplerRunSettings)
+        layout = RunLayout.of_run(given.run, given.root)
+        settings = load_table(layout.recipe, layout.sessions_table(), SamplerRunSettings)
         Sampler(layout, given.name, settings).run()
     except EtudeError as error:
         say(f"{given.name}: {error}", file=sys.stderr)

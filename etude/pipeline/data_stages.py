@@ -14,10 +14,13 @@ from etude.data.documents import read_source
 from etude.data.settings import DEMONSTRATIONS, CorporaSettings, CorpusSettings, sessions_file
 from etude.data.shards import read_manifest
 from etude.errors import InputError
+from etude.files import content_digest
 from etude.globs import Globs
 from etude.pipeline.stage import Facts, PlanContext, RecipeInputs, Stage, StagePlan, predict
 from etude.pipeline.survey import SourceSurvey, survey_chats, survey_source
 from etude.recipe.recipe import Recipe
+from etude.rl.orchestrator import task_directory
+from etude.rollouts.settings import EvaluationSettings
 from etude.runs.run import Artefact, Run
 from etude.system.cores import usable_cores
 from etude.system.progress import ProgressCallback
@@ -70,7 +73,7 @@ class TasksStage(Stage[TaskSetsSettings]):
 
 def measured_sets(recipe: Recipe) -> set[str]:
     """Return the task sets that models are measured on: those that evaluations name, and other splits than train."""
-    named = recipe.rl.evaluation.tasks if recipe.rl and recipe.rl.evaluation else ()
+    named = (recipe.evaluation.validation, *recipe.evaluation.test) if recipe.evaluation else ()
     return {*named, *(each.name for each in (recipe.tasks.build if recipe.tasks else ()) if each.split != "train")}
 
 
@@ -89,6 +92,24 @@ def task_directories(directory: Path) -> list[Path]:
     for task in tasks:
         read_task(task)
     return tasks
+
+
+def fix_task_sets(run: Run, settings: EvaluationSettings | None) -> None:
+    """Record the digest of every measured task set before training; InputError if one has changed since.
+
+    From then on the table `[evaluation]` cannot change either, because its stage counts as started.
+    """
+    if settings is None:
+        return
+    made = {artefact.path: artefact.digest for artefact in run.artefacts("tasks")}
+    directories = {key: task_directory(run, name, "evaluation") for key, name in settings.task_sets().items()}
+    digests = {key: made.get(path) or content_digest(path) for key, path in directories.items()}
+    recorded = run.facts("evaluation").get("digests", digests)
+    for key, digest in digests.items():
+        if recorded.get(key, digest) != digest:
+            raise InputError(f"evaluation: the task set {key} ({directories[key]}) has changed since training began")
+    if run.facts("evaluation").get("digests") != digests:
+        run.save_facts("evaluation", digests=digests)
 
 
 class CorpusStage(Stage[CorporaSettings]):

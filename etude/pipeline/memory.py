@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from etude.inference.settings import SamplerRunSettings
 from etude.kernels.loss import CHUNK_ELEMENTS
 from etude.model.config import ModelConfig
 from etude.model.describe import Mesh, count_parameters, kv_bytes_per_token, memory_per_gpu
@@ -100,7 +101,7 @@ def _activation_bytes(
     return round(width * layers * one_layer * (KEPT_ACTIVATIONS_COMPILED if settings.compile else KEPT_ACTIVATIONS))
 
 
-def sampler_memory(config: ModelConfig, settings: RlSettings, device: str) -> ProcessMemory:
+def sampler_memory(config: ModelConfig, settings: SamplerRunSettings, device: str) -> ProcessMemory:
     """Return the memory of one engine: weights and a full KV cache."""
     width = 2 if device.startswith("cuda") else 4
     cache = settings.sampler.kv_cache_tokens * kv_bytes_per_token(config) * width // 2

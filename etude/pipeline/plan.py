@@ -178,11 +178,11 @@ def _resource_warnings(plans: Sequence[StagePlan], context: PlanContext) -> list
             total = sum(each.total for each in plan.memory if each.device == device)
             if total <= (free := context.machine.available(device, total)):
                 continue
-            advice = "fewer rows, a shorter length or recompute = true"
-            advice += ", fewer sampler.kv_cache_tokens and in_flight" if plan.stage == "rl" else ""
+            advice = [] if plan.stage == "evaluation" else ["fewer rows, a shorter length or recompute = true"]
+            advice += ["fewer sampler.kv_cache_tokens and in_flight"] if plan.stage in ("rl", "evaluation") else []
             lines.append(
                 f"{plan.stage} needs about {total / 2**30:,.1f} GiB on {device}, where {free / 2**30:,.1f} are free: "
-                f"{advice} take less"
+                f"{', '.join(advice)} take less"
             )
         settings = getattr(context.recipe, plan.stage)
         on_cpu = plan.memory and plan.memory[0].device == "cpu"

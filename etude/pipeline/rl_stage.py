@@ -30,7 +30,7 @@ from etude.kernels import usable_device
 from etude.model.checkpoint import load
 from etude.model.config import ModelConfig
 from etude.model.describe import count_parameters
-from etude.pipeline.data_stages import task_count, task_directories
+from etude.pipeline.data_stages import fix_task_sets, task_count, task_directories
 from etude.pipeline.measure import TimeEstimate
 from etude.pipeline.memory import (
     POD_BYTES,
@@ -52,6 +52,7 @@ from etude.rl.packing import TrainingSequence, pack
 from etude.rl.settings import RlSettings
 from etude.rl.trainer_process import adam_settings, checkpoints, open_objective
 from etude.rollouts.rollout import PolicyBinding, Rollout, RolloutFailed, run_rollout
+from etude.rollouts.settings import EvaluationSessions
 from etude.rollouts.worker import rollout_options
 from etude.runs.layout import RunLayout
 from etude.runs.run import Run
@@ -102,11 +103,7 @@ class RlStage(Stage[RlSettings]):
     def _check_tasks(self, inputs: RecipeInputs) -> None:
         settings = self.settings(inputs.recipe)
         for key, name in self._task_sets(inputs.recipe):
-            with inputs.problems_of(key):
-                if os.path.isabs(name):
-                    inputs.tasks[name] = len(task_directories(Path(name)))
-                elif name not in inputs.tasks:  # the stage that makes it does not run this time
-                    inputs.tasks[name] = task_count(_task_set(name, inputs.recipe))
+            check_task_set(inputs, key, name)
         needed = settings.steps * settings.groups_per_step
         if (available := inputs.tasks.get(settings.tasks)) is not None and available < needed:
             inputs.problems.append(
@@ -119,7 +116,7 @@ class RlStage(Stage[RlSettings]):
         settings = self.settings(inputs.recipe)
         spec = SessionSpec.of(settings)
         schemas = [shown.schema for shown in exposed_tools(settings.tool_set).values()]
-        with first_tasks(inputs, CHECKED_PROMPTS) as tasks:
+        with first_tasks(inputs, settings.tasks, CHECKED_PROMPTS) as tasks:
             for task in tasks:
                 try:
                     check_prompt_fits(SessionRequest(task.instruction), spec, dialect, window, "/work", schemas)
@@ -127,46 +124,38 @@ class RlStage(Stage[RlSettings]):
                     raise InputError(f"{task.name}: {error}") from None
 
     def _task_sets(self, recipe: Recipe) -> list[tuple[str, str]]:
-        settings = self.settings(recipe)
-        evaluated = settings.evaluation.tasks if settings.evaluation else ()
-        return [("rl.tasks", settings.tasks), *(("rl.evaluation.tasks", name) for name in evaluated)]
+        evaluated = [recipe.evaluation.validation] if recipe.evaluation else []
+        return [("rl.tasks", self.settings(recipe).tasks), *(("evaluation.validation", name) for name in evaluated)]
 
     def needed_artefacts(self, recipe: Recipe) -> list[tuple[str, str]]:
         return [("tasks", name) for _, name in self._task_sets(recipe)]
 
     def plan(self, context: PlanContext) -> StagePlan:
         settings, model, run = self.settings(context.recipe), context.inputs.models["rl"], context.inputs.run
-        sizes, evaluation = context.inputs.tasks, settings.evaluation
-        evaluated = (
-            [min(sizes[name], evaluation.max_tasks or sizes[name]) for name in evaluation.tasks] if evaluation else []
-        )
-        held_out = sum(evaluated)
+        sizes, validation = context.inputs.tasks, validation_plan(context.recipe, context.inputs.tasks)
         saved = checkpoints(RunLayout(run.path)) if run is not None else []
         step = saved[-1][0] if saved else 0
-        lines = list(_lines(settings, sizes[settings.tasks], held_out))
+        lines = list(_lines(settings, sizes[settings.tasks], validation))
         lines += [f"continues after step {step:,}"] if step else []
         records = run.metrics("rl") if run is not None else []
-        if (estimate := seconds_from_records(settings, records, step)) is None:
+        if (estimate := seconds_from_records(settings, records, step, validation.count)) is None:
             rehearsal = self._rehearse(context, model)
             lines.append(rehearsal if isinstance(rehearsal, str) else rehearsal.line())
             if not isinstance(rehearsal, str):
-                estimate = rehearsal.seconds(settings, context.machine.cores, held_out)
+                context.session_s = rehearsal.session_s
+                estimate = rehearsal.seconds(settings, context.machine.cores, validation)
         launches = tuple(_launches(settings, context.inputs.pods))
         memory = tuple(rl_memory(settings, model.config))
-        return StagePlan("rl", tuple(lines), estimate, memory, rl_disk(settings, model.config, held_out), launches)
+        return StagePlan("rl", tuple(lines), estimate, memory, rl_disk(settings, model.config, validation), launches)
 
     def _rehearse(self, context: PlanContext, model: StageModel) -> Rehearsal | str:
         """Run one rollout and one step; return why not if that is not possible here."""
         settings = self.settings(context.recipe)
         if model.directory is None or model.tokenizer is None:
             return "predicted only: the model's weights do not exist yet, so no rollout was run"
-        size = count_parameters(model.config).total
-        on_cpu = usable_device(settings.sampler.device).type == "cpu"
-        if (on_cpu and size > REHEARSED_PARAMETERS) or 20 * size > context.machine.available(
-            settings.device, 20 * size
-        ):
-            return f"predicted only: a model of {size / 1e6:,.0f}M parameters is too large to run a rollout here"
-        with first_tasks(context.inputs, 1) as tasks:
+        if problem := too_large(context, model, settings):
+            return problem
+        with first_tasks(context.inputs, settings.tasks, 1) as tasks:
             if not tasks:
                 return "predicted only: the tasks do not exist yet, so no rollout was run"
             try:
@@ -180,7 +169,8 @@ class RlStage(Stage[RlSettings]):
         return [f"pods: {pods.summary()}; `etude pods doctor` says more"] if lacks else []
 
     def run(self, run: Run, recipe: Recipe, report: ProgressCallback) -> dict[str, Any]:
-        return run_rl(run, self.settings(recipe), recipe.seed, report)
+        fix_task_sets(run, recipe.evaluation)
+        return run_rl(run, self.settings(recipe), recipe.evaluation, recipe.seed, report)
 
     def summarize(self, facts: Facts) -> str:
         first = f"{facts['steps']:,} steps"
@@ -194,12 +184,10 @@ class RlStage(Stage[RlSettings]):
         if "rise" in facts:
             before, after, rise = facts["before"], facts["after"], facts["rise"]
             solved = f"{before['solved']:.0%} -> {after['solved']:.0%}"
-            lines.append(f"held-out tasks solved: {solved}, {_points(rise)}")
+            lines.append(f"validation tasks solved, from its own start: {solved}, {_points(rise)}")
             best = next((name for name in after if name.startswith("best/") and name in before), None)
             if best:
                 lines[-1] += f"; best of {best.removeprefix('best/')}: {before[best]:.0%} -> {after[best]:.0%}"
-            by_set = {name: facts[name] for name in sorted(facts) if name.startswith("rise_")}
-            lines += [f"  {name.removeprefix('rise_')}: {_points(rise)}" for name, rise in by_set.items()]
         return "\n  ".join(lines)
 
 
@@ -228,11 +216,18 @@ def _task_set(name: str, recipe: Recipe) -> Any:
     return next(each for each in recipe.tasks.for_run_seed(recipe.seed).build if each.name == name)
 
 
+def check_task_set(inputs: RecipeInputs, key: str, name: str) -> None:
+    """Find the size of a task set that a stage uses, or the problem with it."""
+    with inputs.problems_of(key):
+        if os.path.isabs(name):
+            inputs.tasks[name] = len(task_directories(Path(name)))
+        elif name not in inputs.tasks:  # the stage that makes it does not run this time
+            inputs.tasks[name] = task_count(_task_set(name, inputs.recipe))
+
+
 @contextmanager
-def first_tasks(inputs: RecipeInputs, count: int) -> Iterator[list[Task]]:
-    """Give some of the tasks to train on: from their directory, their run, or generated in a temporary directory."""
-    assert inputs.recipe.rl is not None
-    name = inputs.recipe.rl.tasks
+def first_tasks(inputs: RecipeInputs, name: str, count: int) -> Iterator[list[Task]]:
+    """Give some tasks of a set: from their directory, their run, or generated in a temporary directory."""
     made = [each.path for each in inputs.run.artefacts("tasks") if each.name == f"tasks-{name}"] if inputs.run else []
     with tempfile.TemporaryDirectory(prefix="etude-dry-run-") as temporary:
         if os.path.isabs(name) or made:
@@ -264,19 +259,30 @@ class Rehearsal:
         reward = f"reward {self.rollout.reward.total:.2f}"
         return f"one rollout took {self.rollout_s:.1f} s here ({session}, {reward}), one step on it {self.step_s:.1f} s"
 
-    def seconds(self, settings: RlSettings, cores: float, held_out: int) -> TimeEstimate:
+    @property
+    def session_s(self) -> float:
+        """Seconds of the session and its verifier, without the first set-up of a pod."""
+        return self.rollout.seconds["session"] + self.rollout.seconds["grading"]
+
+    def seconds(self, settings: RlSettings, cores: float, validation: ValidationPlan) -> TimeEstimate:
         """Return the predicted time of the stage, as if every rollout were like this one, without its first set-up."""
         rollouts = settings.groups_per_step * settings.group_size
-        alone_s = self.rollout.seconds["session"] + self.rollout.seconds["grading"]
-        session_s = alone_s / max(1.0, min(settings.in_flight, cores))
-        evaluation = settings.evaluation
-        sessions = evaluation_count(settings) * evaluation.samples * held_out if evaluation else 0
+        session_s = self.session_s / max(1.0, min(settings.in_flight, cores))
+        sessions = validation.count * validation.sessions
         seconds = STARTUP_S + settings.steps * rollouts * (session_s + self.step_s) + sessions * session_s
         return TimeEstimate(seconds, "predicted from one rollout and one step here")
 
 
 async def rehearse(settings: RlSettings, model: StageModel, task: Task) -> Rehearsal:
     """Run one rollout of the task with the model in this process, then one policy step on its tokens."""
+    rollout, rollout_s = await rehearse_rollout(settings, model, task)
+    return Rehearsal(rollout, rollout_s, step_on(rollout, settings, model))
+
+
+async def rehearse_rollout(
+    settings: RlSettings | EvaluationSessions, model: StageModel, task: Task
+) -> tuple[Rollout, float]:
+    """Run one rollout of the task with the model in this process; return it and its seconds."""
     assert model.directory is not None
     assert model.tokenizer is not None
     device = usable_device(settings.sampler.device)
@@ -286,6 +292,7 @@ async def rehearse(settings: RlSettings, model: StageModel, task: Task) -> Rehea
     limit = min(settings.budget.seconds or REHEARSAL_S, REHEARSAL_S)
     budget = settings.budget.model_copy(update={"seconds": limit})
     options = rollout_options(settings.model_copy(update={"budget": budget}))
+    rewards = settings.rewards if isinstance(settings, RlSettings) else {"correctness": 1.0}
     cache = EngineOptions(kv_cache_tokens=-(-window // PAGE) * PAGE + 2 * PAGE, page_size=PAGE, max_sequences=1)
     with tempfile.TemporaryDirectory(prefix="etude-dry-run-") as state:
         async with (
@@ -294,9 +301,38 @@ async def rehearse(settings: RlSettings, model: StageModel, task: Task) -> Rehea
         ):
             binding = PolicyBinding(InProcessPolicy(service), dialect, window)
             started = time.perf_counter()
-            rollout = await run_rollout(fleet, task, binding, options, weights=lambda version: settings.rewards)
-            rollout_s = time.perf_counter() - started
-    return Rehearsal(rollout, rollout_s, step_on(rollout, settings, model))
+            rollout = await run_rollout(fleet, task, binding, options, weights=lambda version: rewards)
+            return rollout, time.perf_counter() - started
+
+
+def too_large(context: PlanContext, model: StageModel, settings: RlSettings | EvaluationSessions) -> str:
+    """Return why no rollout of this model is run in a dry run; "" if it can be."""
+    size = count_parameters(model.config).total
+    device = settings.device if isinstance(settings, RlSettings) else settings.sampler.device
+    on_cpu = usable_device(settings.sampler.device).type == "cpu"
+    if (on_cpu and size > REHEARSED_PARAMETERS) or 20 * size > context.machine.available(device, 20 * size):
+        return f"predicted only: a model of {size / 1e6:,.0f}M parameters is too large to run a rollout here"
+    return ""
+
+
+def session_seconds(
+    context: PlanContext, model: StageModel, settings: RlSettings | EvaluationSessions, tasks: str
+) -> float | str:
+    """Return the seconds of one session alone, from the rehearsal of RL or one more; or why they are not known."""
+    if context.session_s is not None:
+        return context.session_s
+    if model.directory is None or model.tokenizer is None:
+        return "time unknown: the models' weights do not exist yet, so no rollout was run"
+    if problem := too_large(context, model, settings):
+        return problem
+    with first_tasks(context.inputs, tasks, 1) as found:
+        if not found:
+            return "time unknown: the tasks do not exist yet, so no rollout was run"
+        try:
+            rollout, _ = asyncio.run(rehearse_rollout(settings, model, found[0]))
+        except RolloutFailed as error:
+            raise InputError(f"evaluation: a rollout of {found[0].name} fails here: {error}") from None
+    return float(rollout.seconds["session"] + rollout.seconds["grading"])
 
 
 def step_on(rollout: Rollout, settings: RlSettings, model: StageModel) -> float:
@@ -320,20 +356,37 @@ def step_on(rollout: Rollout, settings: RlSettings, model: StageModel) -> float:
 # ------------------------------------------------------------------------------------------------ estimates
 
 
-def evaluation_count(settings: RlSettings) -> int:
-    """Return the number of held-out evaluations: before, after, and in between."""
-    evaluation = settings.evaluation
-    if evaluation is None:
-        return 0
-    return 2 + (max(0, settings.steps - 1) // evaluation.every if evaluation.every else 0)
+@dataclass(frozen=True)
+class ValidationPlan:
+    """The validations of the stage: how many, and tasks and sessions of each."""
+
+    count: int = 0
+    tasks: int = 0
+    samples: int = 0
+
+    @property
+    def sessions(self) -> int:
+        return self.tasks * self.samples
 
 
-def seconds_from_records(settings: RlSettings, records: Sequence[Mapping[str, Any]], step: int) -> TimeEstimate | None:
+def validation_plan(recipe: Recipe, sizes: Mapping[str, int]) -> ValidationPlan:
+    """Return the validations of the recipe: before, after, and in between; `sizes` are those of the task sets."""
+    evaluation, rl = recipe.evaluation, recipe.rl
+    if evaluation is None or rl is None:
+        return ValidationPlan()
+    between = max(0, rl.steps - 1) // evaluation.every if evaluation.every else 0
+    size = sizes.get(evaluation.validation, 0)
+    return ValidationPlan(2 + between, min(size, evaluation.max_tasks or size), evaluation.validation_samples)
+
+
+def seconds_from_records(
+    settings: RlSettings, records: Sequence[Mapping[str, Any]], step: int, validations: int = 0
+) -> TimeEstimate | None:
     """Return the time from `step` to the end, from the metrics of earlier steps; None if there are too few."""
     steps = [record for record in records if not record.get("evaluation")]
     if len(steps) < 2:
         return None
-    evaluations = max(0, evaluation_count(settings) - (len(records) - len(steps)))
+    evaluations = max(0, validations - (len(records) - len(steps)))
     # The first step waited for the evaluation before it.
     evaluation_s = max(record.get("waited/measurement", 0.0) for record in steps)
     step_s = median(record["wall_s"] - record.get("waited/measurement", 0.0) for record in steps)
@@ -341,7 +394,7 @@ def seconds_from_records(settings: RlSettings, records: Sequence[Mapping[str, An
     return TimeEstimate(seconds, f"from the {len(steps)} earlier steps of this run")
 
 
-def _lines(settings: RlSettings, prompts: int, held_out: int) -> Iterator[str]:
+def _lines(settings: RlSettings, prompts: int, validation: ValidationPlan) -> Iterator[str]:
     """Yield lines that describe the work of the stage."""
     groups = settings.steps * settings.groups_per_step
     yield (
@@ -350,14 +403,19 @@ def _lines(settings: RlSettings, prompts: int, held_out: int) -> Iterator[str]:
         f"{settings.max_staleness} steps old"
     )
     yield f"{groups:,} of {prompts:,} prompts, each trained on once"
-    if (evaluation := settings.evaluation) is not None:
-        sessions = f"{evaluation.samples} sessions on each of {held_out:,} held-out tasks"
-        yield f"{evaluation_count(settings)} evaluations, each {sessions}"
+    if validation.count:
+        sessions = f"{validation.samples} sessions on each of {validation.tasks:,} tasks"
+        yield f"{validation.count} validations, each {sessions}"
 
 
 def _launches(settings: RlSettings, pods: str) -> Iterator[str]:
     """Yield the processes that the stage starts."""
     yield f"1 trainer on {usable_device(settings.device)}"
+    yield from launched_samplers_and_workers(settings, pods)
+
+
+def launched_samplers_and_workers(settings: RlSettings | EvaluationSessions, pods: str) -> Iterator[str]:
+    """Yield the processes that run sessions."""
     samplers, workers = settings.sampler.count, settings.workers
     yield f"{samplers} sampler{'s' if samplers > 1 else ''} on {usable_device(settings.sampler.device)}"
     pods = f"at most {settings.in_flight} pods ({pods or 'not tried'})"
@@ -366,19 +424,22 @@ def _launches(settings: RlSettings, pods: str) -> Iterator[str]:
 
 def rl_memory(settings: RlSettings, config: ModelConfig) -> list[ProcessMemory]:
     """Return the memory of every process; the first is the trainer."""
-    trainer, sampler = str(usable_device(settings.device)), str(usable_device(settings.sampler.device))
-    processes = [training_memory(config, settings, trainer)]
-    processes += [sampler_memory(config, settings, sampler)] * settings.sampler.count
+    trainer = training_memory(config, settings, str(usable_device(settings.device)))
+    return [trainer, *sessions_memory(settings, config)]
+
+
+def sessions_memory(settings: RlSettings | EvaluationSessions, config: ModelConfig) -> list[ProcessMemory]:
+    """Return the memory of the processes that run sessions."""
+    processes = [sampler_memory(config, settings, str(usable_device(settings.sampler.device)))] * settings.sampler.count
     sessions = {"workers": settings.workers * WORKER_BYTES, "pods": settings.in_flight * POD_BYTES}
     return [*processes, ProcessMemory("sessions", "cpu", sessions)]
 
 
-def rl_disk(settings: RlSettings, config: ModelConfig, held_out: int) -> int:
+def rl_disk(settings: RlSettings, config: ModelConfig, validation: ValidationPlan) -> int:
     """Return the bytes of checkpoints, weight versions, traces and pods."""
     checkpoint = checkpoint_bytes(config, settings, mtp_layers=0, frozen=False)
-    evaluation = settings.evaluation
     sessions = settings.steps * settings.groups_per_step * settings.group_size
-    sessions += evaluation_count(settings) * evaluation.samples * held_out if evaluation else 0
+    sessions += validation.count * validation.sessions
     weights = store_bytes(config, settings) if not settings.weights.store else 0
     kept = max_checkpoints(settings, settings.steps, halfway=False)
     return kept * checkpoint + weights + sessions * TRACE_BYTES + POD_STORE_BYTES

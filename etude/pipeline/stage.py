@@ -109,6 +109,7 @@ class PlanContext:
     inputs: RecipeInputs
     machine: FreeResources
     budget: float  # seconds of measuring per stage
+    session_s: float | None = None  # seconds of one session alone, if the plan of a stage has measured it
 
     @property
     def recipe(self) -> Recipe:

@@ -25,6 +25,7 @@ _MODULES = {
     "data_stages": ("tasks", "corpus"),
     "training_stages": ("pretrain", "mtp", "extend", "sft"),
     "rl_stage": ("rl",),
+    "evaluation_stage": ("evaluation",),
 }
 # A stage is imported when it is used, because it loads torch.
 STAGES: "Registry[Stage[Any]]" = Registry(

@@ -14,6 +14,7 @@ from etude.errors import InputError
 from etude.harness.profile import AgentProfile
 from etude.kernels import usable_device
 from etude.model.config import with_rope
+from etude.pipeline.data_stages import fix_task_sets
 from etude.pipeline.measure import TimeEstimate, step_seconds
 from etude.pipeline.memory import ProcessMemory, checkpoint_bytes, max_checkpoints, training_memory
 from etude.pipeline.stage import Facts, PlanContext, RecipeInputs, Stage, StageModel, StagePlan
@@ -161,9 +162,11 @@ class TrainingStage(Stage[TrainingSettings]):
         return TimeEstimate(seconds, f"{estimate.basis}: {estimate.seconds:,.2f} s a step")
 
     def run(self, run: Run, recipe: Recipe, report: ProgressCallback) -> dict[str, Any]:
-        # Demonstrations look like the sessions of the rl stage, if the recipe has one.
-        with_profile = self.name == "sft" and recipe.rl is not None
-        profile = AgentProfile.of(recipe.rl, recipe.plugins).to_json() if with_profile and recipe.rl else ""
+        fix_task_sets(run, recipe.evaluation)
+        # Demonstrations look like the sessions of the recipe, if it has any.
+        sessions = recipe.rl or (recipe.evaluation.sessions if recipe.evaluation else None)
+        with_profile = self.name == "sft" and sessions is not None
+        profile = AgentProfile.of(sessions, recipe.plugins).to_json() if with_profile and sessions else ""
         context = stages.StageContext(run, recipe.seed, report, recipe.mtp, profile)
         facts: dict[str, Any] = getattr(stages, self.name)(context, self.settings(recipe))
         return facts

@@ -30,6 +30,7 @@ from etude.errors import InputError
 from etude.evaluation.settings import NllSettings
 from etude.model.settings import BaseModelSettings, InitSettings
 from etude.rl.settings import RlSettings
+from etude.rollouts.settings import EvaluationSettings
 from etude.runs.run import RunSettings
 from etude.tasks.settings import TaskSetsSettings
 from etude.tasks.sources import TASK_SOURCES, TaskSource
@@ -81,6 +82,7 @@ class Recipe(RunSettings):
     sft: SftSettings | None = None
     rl: RlSettings | None = None
     nll: NllSettings | None = None
+    evaluation: EvaluationSettings | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -137,12 +139,25 @@ class Recipe(RunSettings):
                     wanted = f'"{source}" needs a set {name} in [[tasks.build]] with demonstrations'
                     raise ValueError(f"corpus.build {corpus.name}: {wanted}")
         named = [("rl.tasks", self.rl.tasks)] if self.rl else []
-        evaluated = self.rl.evaluation.tasks if self.rl and self.rl.evaluation else ()
-        named += [("rl.evaluation.tasks", name) for name in evaluated]
+        if evaluation := self.evaluation:
+            named.append(("evaluation.validation", evaluation.validation))
+            named += [("evaluation.test", name) for name in evaluation.test]
+        for key, name in named[1:]:
+            if self.rl and name == self.rl.tasks:
+                raise ValueError(f'{key} names "{name}", which rl trains on: score other tasks')
         for key, name in named:
             if name not in sets and not os.path.isabs(name):
                 advice = suggest(name, list(sets)) if sets else "build it in [[tasks.build]] or give a path"
                 raise ValueError(f'{key} names the tasks "{name}", which this recipe does not build; {advice}')
+        return self
+
+    @model_validator(mode="after")
+    def _measured_models_are_made(self) -> Self:
+        for name in (self.evaluation.models or ()) if self.evaluation else ():
+            if name not in self.stages:
+                raise ValueError(
+                    f'evaluation.models names "{name}", which is not in stages; {suggest(name, self.stages)}'
+                )
         return self
 
     @model_validator(mode="after")

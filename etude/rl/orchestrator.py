@@ -14,7 +14,7 @@ import shutil
 import sqlite3
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,16 +23,17 @@ from typing import Any
 from etude.cluster.local import LocalServices
 from etude.errors import EtudeError, InputError
 from etude.evaluation import held_out, statistics
+from etude.evaluation.scorings import record_scoring
 from etude.files import write_atomically
 from etude.rl import metrics
 from etude.rl.curriculum import Curriculum, kind_of
 from etude.rl.settings import RlSettings
 from etude.rl.trainer_process import checkpoints, intact_checkpoints
 from etude.rollouts.queue import RolloutQueue
-from etude.rollouts.settings import evaluation_queue
+from etude.rollouts.settings import EvaluationSettings, evaluation_queue
 from etude.runs.copy_stages import link_or_copy
 from etude.runs.layout import RunLayout
-from etude.runs.run import Parent, Run
+from etude.runs.run import Artefact, Parent, Run
 from etude.runs.service_status import read_statuses, write_status
 from etude.system.progress import ProgressCallback
 from etude.tasks.harbor import find_tasks, read_task
@@ -46,16 +47,18 @@ RECONCILE_S = 1.0  # leases are long
 Facts = dict[str, Any]
 
 
-def run_rl(run: Run, settings: RlSettings, seed: int, report: ProgressCallback) -> Facts:
+def run_rl(
+    run: Run, settings: RlSettings, evaluation: EvaluationSettings | None, seed: int, report: ProgressCallback
+) -> Facts:
     """Run asynchronous reinforcement learning to its end; return the facts of the stage's summary."""
     layout = RunLayout(run.path, settings.weights.store)
-    tasks = prepare(run, settings, layout)
-    with open_queues(layout, settings) as (queue, evaluations):
+    tasks = prepare(run, settings, evaluation, layout)
+    with open_queues(layout, settings, evaluation) as (queue, evaluations):
         intact_checkpoints(layout)  # here too, so that the user reads of a damaged one
         check_queue_matches_checkpoint(layout, queue)
         queue.release()
         evaluations.release()
-        orchestrator = Orchestrator(run, settings, layout, queue, evaluations, tasks, seed, report)
+        orchestrator = Orchestrator(run, settings, layout, queue, evaluations, tasks, seed, report, evaluation)
         store = claimed(ObjectStore(layout.store), layout.run_id(), inside=not settings.weights.store)
         with store, mark_services_ended(layout), LocalServices(layout, orchestrator.on_process_death) as services:
             services.add("trainer", "etude.rl.trainer_process", finishes=True)
@@ -73,9 +76,11 @@ def run_rl(run: Run, settings: RlSettings, seed: int, report: ProgressCallback) 
 
 
 @contextmanager
-def open_queues(layout: RunLayout, settings: RlSettings) -> Iterator[tuple[RolloutQueue, RolloutQueue]]:
+def open_queues(
+    layout: RunLayout, settings: RlSettings, evaluation: EvaluationSettings | None
+) -> Iterator[tuple[RolloutQueue, RolloutQueue]]:
     """Open the rollout queues of training and of evaluation."""
-    samples = settings.evaluation.samples if settings.evaluation else 1
+    samples = evaluation.validation_samples if evaluation else 1
     try:
         queue = RolloutQueue(layout.slots, settings)
         evaluations = RolloutQueue(layout.evaluations, evaluation_queue(settings, samples))
@@ -101,25 +106,15 @@ def mark_services_ended(layout: RunLayout) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class RlTaskSets:
-    """The tasks of a run by name: those to train on, and those to evaluate on."""
+    """The tasks of a run by name: those to train on, and those of the validation set."""
 
     train: dict[str, Task]
     held_out: dict[str, Task]
 
 
-def prepare(run: Run, settings: RlSettings, layout: RunLayout) -> RlTaskSets:
+def prepare(run: Run, settings: RlSettings, evaluation: EvaluationSettings | None, layout: RunLayout) -> RlTaskSets:
     """Copy the model that RL starts from into the run, and write the task lists for the workers."""
-    layout.make()
-    if not layout.id.exists():
-        write_atomically(layout.id, uuid.uuid4().hex, durable=True)
-    if not layout.model.is_dir():
-        origin = settings.model or initial_weights(run, "rl")
-        source = origin if isinstance(origin, Path) else origin.path
-        write_atomically(layout.origin, json.dumps(asdict(run.parent(origin))))
-        draft = layout.root / ".model.making"
-        shutil.rmtree(draft, ignore_errors=True)
-        shutil.copytree(source, draft, copy_function=link_or_copy, ignore=shutil.ignore_patterns("optimizer.*"))
-        draft.rename(layout.model)
+    copy_model(run, settings.model or initial_weights(run, "rl"), layout)
     train = named_tasks(task_directory(run, settings.tasks, "rl.tasks"))
     needed = settings.steps * settings.groups_per_step
     if len(train) < needed:
@@ -127,17 +122,38 @@ def prepare(run: Run, settings: RlSettings, layout: RunLayout) -> RlTaskSets:
             f"rl.tasks has {len(train)} prompts, but {settings.steps} steps of {settings.groups_per_step} groups need "
             f"{needed}, and a prompt is trained on once: give more tasks or fewer steps"
         )
-    evaluated: dict[str, Task] = {}
-    if settings.evaluation:
-        for name in settings.evaluation.tasks:
-            tasks = named_tasks(task_directory(run, name, "rl.evaluation.tasks"))
-            chosen = held_out.choose_tasks(tasks, settings.evaluation.max_tasks)
-            label = f"{Path(name).name}/" if len(settings.evaluation.tasks) > 1 else ""
-            evaluated |= {f"{label}{task}": tasks[task] for task in chosen}
+    validation: dict[str, Task] = {}
+    if evaluation:
+        validation = evaluated_tasks(run, evaluation.validation, evaluation.max_tasks)
+    write_task_lists(layout, train, validation)
+    return RlTaskSets(train, validation)
+
+
+def copy_model(run: Run, origin: Artefact | Path, layout: RunLayout) -> None:
+    """Make the directory that a set of processes shares, with a copy of the model it starts from."""
+    layout.make()
+    if not layout.id.exists():
+        write_atomically(layout.id, uuid.uuid4().hex, durable=True)
+    if not layout.model.is_dir():
+        source = origin if isinstance(origin, Path) else origin.path
+        write_atomically(layout.origin, json.dumps(asdict(run.parent(origin))))
+        draft = layout.root / ".model.making"
+        shutil.rmtree(draft, ignore_errors=True)
+        shutil.copytree(source, draft, copy_function=link_or_copy, ignore=shutil.ignore_patterns("optimizer.*"))
+        draft.rename(layout.model)
+
+
+def write_task_lists(layout: RunLayout, train: Mapping[str, Task], evaluated: Mapping[str, Task]) -> None:
+    """Write the tasks by name, for the workers."""
     sets = {"train": train, "held_out": evaluated}
     lists = {split: {name: str(task.directory) for name, task in tasks.items()} for split, tasks in sets.items()}
     write_atomically(layout.tasks, json.dumps(lists))
-    return RlTaskSets(train, evaluated)
+
+
+def evaluated_tasks(run: Run, name: str, max_tasks: int | None) -> dict[str, Task]:
+    """Return the tasks of a set that are scored, as SET/TASK: the same ones in the same order for every model."""
+    tasks = named_tasks(task_directory(run, name, "evaluation"))
+    return {f"{Path(name).name}/{task}": tasks[task] for task in held_out.choose_tasks(tasks, max_tasks)}
 
 
 def check_queue_matches_checkpoint(layout: RunLayout, queue: RolloutQueue) -> None:
@@ -188,6 +204,7 @@ class Orchestrator:
     tasks: RlTaskSets
     seed: int
     report: ProgressCallback
+    evaluation: EvaluationSettings | None = None  # RL looks at its validation set only
     logged_steps: int = field(init=False)  # steps whose facts are in the metrics
     logged_evaluations: set[int] = field(init=False)  # steps whose evaluation is in the metrics
     process_deaths: list[str] = field(init=False, default_factory=list)
@@ -253,16 +270,23 @@ class Orchestrator:
 
     def start_due_evaluation(self, step: int) -> None:
         """Start the evaluation before the first step, or a periodic one. `is_finished` starts the last one."""
-        evaluation = self.settings.evaluation
+        evaluation = self.evaluation
         if evaluation is None:
             return
         due = step - step % evaluation.every if evaluation.every else 0
         if due >= self.settings.steps or due in held_out.started(self.evaluations):
             return
         if due == 0 or self.samplers_have(due):
-            held_out.start(self.evaluations, due, sorted(self.tasks.held_out))
+            self.start_evaluation(due)
             if due and not self.layout.step_file(due).exists():  # the trainer went back to a checkpoint meanwhile
                 held_out.discard_later(self.evaluations, due - 1)
+
+    def start_evaluation(self, step: int) -> None:
+        """Start a validation, and record that the set is scored."""
+        assert self.evaluation is not None
+        key = f"rl/{self.evaluations.lineage()}/{step}"
+        record_scoring(self.run, Path(self.evaluation.validation).name, f"rl step {step}", key)
+        held_out.start(self.evaluations, step, sorted(self.tasks.held_out))
 
     def log_steps(self, step: int) -> None:
         if (valid := self.last_valid_step(step)) < self.logged_steps:  # the trainer went back to a checkpoint
@@ -316,17 +340,8 @@ class Orchestrator:
                 continue
             if held_out.is_finished(self.evaluations, step):
                 results = held_out.results(self.evaluations, step)
-                self.run.log("rl", step, evaluation=True, **statistics.summarise(results), **self.by_set(results))
+                self.run.log("rl", step, evaluation=True, **statistics.summarise(results))
                 self.logged_evaluations.add(step)
-
-    def by_set(self, results: held_out.Evaluation) -> Facts:
-        """Return the main figures of each task set, where there are several."""
-        evaluation = self.settings.evaluation
-        sets = [Path(name).name for name in evaluation.tasks] if evaluation and len(evaluation.tasks) > 1 else []
-        parts = {name: statistics.summarise(held_out.subset(results, f"{name}/")) for name in sets}
-        best = f"best/{evaluation.samples if evaluation else 1}"
-        kept = ("tasks", "solved", "solved_low", "solved_high", best)
-        return {f"set/{name}/{key}": part[key] for name, part in parts.items() for key in kept if key in part}
 
     def report_status(self, step: int, services: LocalServices) -> None:
         """Update the progress line and the orchestrator's own status."""
@@ -343,13 +358,13 @@ class Orchestrator:
 
     def evaluation_progress(self) -> str:
         """Describe the progress of a running evaluation; "" if there is none."""
-        evaluation = self.settings.evaluation
+        evaluation = self.evaluation
         steps = [step for step in held_out.started(self.evaluations) if step not in self.logged_evaluations]
         if evaluation is None or not steps:
             return ""
         counts = self.evaluations.counts()
         left = sum(count for state, count in counts.items() if state not in ("ready", "trained", "dropped"))
-        total = len(steps) * len(self.tasks.held_out) * evaluation.samples
+        total = len(steps) * len(self.tasks.held_out) * evaluation.validation_samples
         return f"evaluated {max(0, total - left)} of {total}"
 
     def on_process_death(self, name: str, reason: str) -> None:
@@ -371,10 +386,10 @@ class Orchestrator:
         step = self.step
         if self.logged_steps < step:
             return False
-        if self.settings.evaluation is None:
+        if self.evaluation is None:
             return True
         if step not in held_out.started(self.evaluations) and self.samplers_have(step):
-            held_out.start(self.evaluations, step, sorted(self.tasks.held_out))
+            self.start_evaluation(step)
         return step in self.logged_evaluations
 
     def samplers_have(self, step: int) -> bool:
@@ -412,7 +427,4 @@ class Orchestrator:
         if {0, step} <= self.logged_evaluations and step:
             before, after = (held_out.results(self.evaluations, each) for each in (0, step))
             facts["rise"] = statistics.compare(before, after)
-            for name in dict.fromkeys(key.split("/")[1] for key in self.by_set(after)):
-                parts = (held_out.subset(results, f"{name}/") for results in (before, after))
-                facts[f"rise_{name}"] = statistics.compare(*parts)
         return facts

@@ -99,8 +99,6 @@ class RlSettings(RolloutSettings, SamplerRunSettings):
             raise ValueError(
                 f"warmup = {self.warmup} is more than the {self.steps} steps: the rate would not be reached"
             )
-        if self.evaluation is not None and self.tasks in self.evaluation.tasks:
-            raise ValueError(f'evaluation.tasks has "{self.tasks}", which is trained on: evaluate on other tasks')
         if self.precision == "bfloat16" and self.weights.dtype == "float32":
             raise ValueError(
                 'weights.dtype must be "bfloat16" if precision is: there are no float32 weights to publish'

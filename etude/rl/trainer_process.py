@@ -38,7 +38,7 @@ from etude.rl.loop import RlLoop, learn, publish
 from etude.rl.objective import PolicyGradient
 from etude.rl.settings import OBJECTIVES, RlSettings, open_rl_run
 from etude.rollouts.queue import RolloutQueue
-from etude.rollouts.settings import evaluation_queue
+from etude.rollouts.settings import evaluation_queue, load_evaluation
 from etude.runs.layout import RunLayout
 from etude.runs.service_status import write_status
 from etude.system.processes import die_with_parent, parent_process
@@ -91,8 +91,8 @@ def open_loop(layout: RunLayout, settings: RlSettings) -> Iterator[RlLoop]:
             trainer.optimizer.load_state_dict(load_file(training_file(origin, OPTIMIZER_FILE)))
         queue = RolloutQueue(layout.slots, settings, durable=True)
         evaluations = None
-        if settings.evaluation:
-            evaluations = RolloutQueue(layout.evaluations, evaluation_queue(settings, settings.evaluation.samples))
+        if evaluation := load_evaluation(layout):
+            evaluations = RolloutQueue(layout.evaluations, evaluation_queue(settings, evaluation.validation_samples))
         # Before the queues are rewound: ready groups must not look stale to the orchestrator.
         remove_later_steps(layout, trainer.step_count)
         queue.rewind(trainer.step_count)

@@ -173,15 +173,18 @@ class RolloutQueue:
         limit = self.settings.max_outstanding_groups - (0 if fresh else self.settings.groups_per_step)
         return max(0, limit - self.outstanding())
 
-    def add(self, tasks: Iterable[tuple[str, float]]) -> int:
-        """Start groups for prompts, given with their expected seconds; prompts that were used before are skipped."""
-        added = 0
+    def add(self, tasks: Iterable[tuple[str, float]], size: int | None = None) -> int:
+        """Start groups for prompts, given with their expected seconds; prompts that were used before are skipped.
+
+        `size` is the number of rollouts of each, where it is another than that of training.
+        """
+        added, size = 0, size or self.settings.group_size
         with self._transaction() as db:
             for task, expected in tasks:
                 found = db.execute("INSERT OR IGNORE INTO groups (task, expected) VALUES (?, ?)", (task, expected))
                 if found.rowcount:
                     added += 1
-                    rows = [(found.lastrowid, number) for number in range(self.settings.group_size)]
+                    rows = [(found.lastrowid, number) for number in range(size)]
                     db.executemany("INSERT INTO slots (grp, number) VALUES (?, ?)", rows)
         return added
 

@@ -43,7 +43,7 @@ from etude.tasks.environment import (
 )
 from etude.tasks.schema import DEFAULT_VERIFIER_TIMEOUT_S
 from etude.tasks.session_agent import open_task_session
-from etude.tasks.task import Task, TaskStep
+from etude.tasks.task import TASK_LABELS, Task, TaskStep
 from etude.tasks.trial import DEFAULT_AGENT_TIMEOUT_S, run_trial
 from etude.tasks.verifier import verified_in_place
 from etude.tasks.verifier_result import VerifierFailed, VerifierResult
@@ -136,7 +136,7 @@ class Rollout:
             "hack": reward.hack,
             "score": result.score,
             "solved": result.score >= task.passing_score and not reward.hack,
-            "category": task.category,
+            **{name: str(task.metadata.get(name, "")) for name in TASK_LABELS},
             "ending": trace.ending,
             "cost": asdict(trace.cost),
             "errors": dict(trace.errors),

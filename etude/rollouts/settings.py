@@ -1,15 +1,24 @@
-"""Settings of rollouts: how they are sampled, queued, retried and evaluated. `etude.rl` adds those of learning."""
+"""Settings of rollouts: how they are sampled, queued, retried and evaluated. `etude.rl` adds those of learning.
+
+`[rl]` and `[evaluation]` share the settings of sessions and of the processes that run them (`WorkerSettings`): those of
+`[rl]` hold for the evaluation of its recipe, and a recipe without the stage rl gives them in `[evaluation.sessions]`.
+"""
 
 import math
+from pathlib import Path
 from typing import Annotated, ClassVar, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from etude.config import NameOrPath, Settings, StageSettings
+from etude.config import AbsolutePath, NameOrPath, Settings, StageSettings, load_table, made_by, read_toml
 from etude.errors import InputError
 from etude.harness.profile import SessionSettings
+from etude.inference.settings import SamplerRunSettings
 from etude.rewards.effort import EffortSettings
 from etude.rewards.reward import check_weights
+from etude.runs.layout import RunLayout
+
+MODEL_STAGES = ("base", "init", "pretrain", "extend", "sft", "rl")  # that leave a model, in pipeline order
 
 
 def _check_rewards(weights: dict[str, float]) -> dict[str, float]:
@@ -23,7 +32,17 @@ def _as_tuple(value: object) -> object:
     return (value,) if isinstance(value, str) else value
 
 
-class QueueSettings(Settings):
+class QueueLimits(Settings):
+    """How many rollouts run at once, and when a lost one is retried."""
+
+    in_flight: int = Field(default=64, ge=1, description="maximum concurrent rollouts, over all workers")
+    lease_s: float = Field(
+        default=120.0, gt=0, description="seconds without a heartbeat after which a rollout is requeued"
+    )
+    max_attempts: int = Field(default=4, ge=1, description="infrastructure failures after which a group is dropped")
+
+
+class QueueSettings(QueueLimits):
     """Numbers of rollouts, their maximum staleness, and when a lost one is retried."""
 
     renamed_keys: ClassVar[dict[str, str]] = {"ahead": "prefetch_steps", "attempts": "max_attempts"}
@@ -36,11 +55,6 @@ class QueueSettings(Settings):
     prefetch_steps: float | None = Field(
         default=None, ge=0, description="groups to sample in advance, in policy steps; default: max_staleness / 2"
     )
-    in_flight: int = Field(default=64, ge=1, description="maximum concurrent rollouts, over all workers")
-    lease_s: float = Field(
-        default=120.0, gt=0, description="seconds without a heartbeat after which a rollout is requeued"
-    )
-    max_attempts: int = Field(default=4, ge=1, description="infrastructure failures after which a group is dropped")
 
     @model_validator(mode="after")
     def _prefetch_fits_staleness(self) -> Self:
@@ -57,33 +71,25 @@ class QueueSettings(Settings):
         return math.ceil((1 + steps) * self.groups_per_step)
 
 
-class EvaluationSettings(Settings):
-    """Held-out evaluation through the same harness."""
-
-    renamed_keys: ClassVar[dict[str, str]] = {"most": "max_tasks"}
-
-    tasks: Annotated[tuple[NameOrPath, ...], BeforeValidator(_as_tuple)] = Field(
-        strict=False, min_length=1, description="task sets of this run by name, or directories of tasks"
-    )
-    max_tasks: int | None = Field(
-        default=None, ge=1, description="evaluate at most this many tasks of each set, evenly spread"
-    )
-    samples: int = Field(default=4, ge=1, le=16, description="rollouts per task: the K of best-of-K")
-    every: int = Field(
-        default=0, ge=0, description="policy steps between evaluations; 0: before the first and after the last only"
-    )
-    temperature: float = Field(default=1.0, ge=0, description="sampling temperature of evaluations")
-
-
-class RolloutSettings(QueueSettings, SessionSettings, StageSettings):
-    """The part of `[rl]` that workers need."""
-
-    renamed_keys: ClassVar[dict[str, str]] = {**QueueSettings.renamed_keys, "environment": "tool_set"}
+class WorkerSettings(QueueLimits, SessionSettings):
+    """The sessions, and the workers that run them: shared by `[rl]` and `[evaluation.sessions]`."""
 
     workers: int = Field(default=1, ge=1, description="worker processes that run sessions")
     checkpoint_rollouts_s: float = Field(
         default=60.0, ge=0, description="seconds between checkpoints of a rollout; 0: no checkpoints"
     )
+
+
+class RolloutSettings(QueueSettings, WorkerSettings, StageSettings):
+    """The part of `[rl]` that workers need."""
+
+    renamed_keys: ClassVar[dict[str, str]] = {
+        **QueueSettings.renamed_keys,
+        "environment": "tool_set",
+        "evaluation": '[evaluation], the table of the stage "evaluation": `tasks` has become `validation` (the curve '
+        "during RL) and `test` (scored once, at the end); samples, every, temperature and max_tasks keep their names",
+    }
+
     temperature: float = Field(
         default=1.0, ge=1e-3, le=1e3, description="sampling temperature; the policy that is trained includes it"
     )
@@ -91,7 +97,6 @@ class RolloutSettings(QueueSettings, SessionSettings, StageSettings):
         default={"correctness": 1.0}, strict=False, description="weight of each reward term"
     )
     effort: EffortSettings = Field(default_factory=EffortSettings)
-    evaluation: EvaluationSettings | None = Field(default=None, description="held-out evaluation")
 
     @model_validator(mode="after")
     def _check_rollout_key_combinations(self) -> Self:
@@ -100,7 +105,67 @@ class RolloutSettings(QueueSettings, SessionSettings, StageSettings):
         return self
 
 
-def evaluation_queue(queue: QueueSettings, samples: int) -> QueueSettings:
+class EvaluationSessions(WorkerSettings, SamplerRunSettings):
+    """How models are used in the evaluation of a recipe without the stage rl."""
+
+    @model_validator(mode="after")
+    def _temperature_is_given_once(self) -> Self:
+        if self.temperature != 1.0:
+            raise ValueError("temperature would not be used: give evaluation.temperature")
+        return self
+
+
+class EvaluationSettings(StageSettings):
+    """Measure the model of every stage on held-out tasks, through the workers and samplers of RL."""
+
+    validation: NameOrPath = Field(
+        default="validation",
+        description="task set of every choice, and of the curve during RL: by name, or a directory",
+    )
+    test: Annotated[tuple[NameOrPath, ...], BeforeValidator(_as_tuple)] = Field(
+        default=("new", "unseen"), strict=False, description="task sets that are scored once per model, after training"
+    )
+    max_tasks: int | None = Field(
+        default=None, ge=1, description="score at most this many tasks of each set, evenly spread"
+    )
+    samples: int = Field(default=4, ge=1, le=64, description="sessions per test task: the K of best-of-K")
+    validation_samples: int = Field(default=4, ge=1, le=64, description="sessions per validation task")
+    every: int = Field(
+        default=0, ge=0, description="policy steps between validations in RL; 0: before the first and after the last"
+    )
+    temperature: float = Field(default=1.0, ge=0, description="sampling temperature")
+    models: tuple[str, ...] | None = Field(
+        default=None, strict=False, min_length=1, description="stages whose models are measured; default: all of them"
+    )
+    model: AbsolutePath | None = made_by(*MODEL_STAGES, doc="model directory, when no stage makes one")
+    sessions: EvaluationSessions | None = made_by("rl", doc="tools, window, sampler ...: without the stage rl")
+
+    @model_validator(mode="after")
+    def _sets_differ(self) -> Self:
+        names = [Path(name).name for name in (self.validation, *self.test)]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f'test: "{twice[0]}" is given twice among validation and test; every set has one purpose')
+        if unknown := [name for name in self.models or () if name not in MODEL_STAGES]:
+            raise ValueError(f'models: "{unknown[0]}" makes no model; expected some of {", ".join(MODEL_STAGES)}')
+        return self
+
+    def task_sets(self) -> dict[str, str]:
+        """Return the sets by their short name, validation first: the name of a directory is its last part."""
+        return {Path(name).name: name for name in (self.validation, *self.test)}
+
+    def samples_of(self, name: str) -> int:
+        """Return the sessions per task of a set, given by its short name."""
+        return self.validation_samples if name == Path(self.validation).name else self.samples
+
+
+def load_evaluation(layout: RunLayout) -> EvaluationSettings | None:
+    """Return the table `[evaluation]` of a run's recorded recipe; None if it has none."""
+    if "evaluation" not in read_toml(layout.recipe):
+        return None
+    return load_table(layout.recipe, "evaluation", EvaluationSettings)
+
+
+def evaluation_queue(queue: QueueLimits, samples: int) -> QueueSettings:
     """Return the settings of an evaluation queue: groups of `samples` rollouts, none of which grows stale."""
     return QueueSettings(
         group_size=samples,

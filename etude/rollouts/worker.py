@@ -15,6 +15,7 @@ import logging
 import signal
 import sys
 import time
+import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,6 +36,7 @@ from etude.model.config import ModelConfig
 from etude.pods import open_fleet
 from etude.pods.fleet import Fleet
 from etude.pods.pod import PodError
+from etude.rewards.effort import EffortSettings
 from etude.rewards.live_weights import LiveWeights
 from etude.rollouts.queue import RolloutQueue, Slot, SlotState, StaleClaim
 from etude.rollouts.rollout import (
@@ -50,8 +52,15 @@ from etude.rollouts.rollout import (
     save_checkpoint,
 )
 from etude.rollouts.sampler_pool import SamplersUnavailable, open_sampler_pool
-from etude.rollouts.settings import QueueSettings, RolloutSettings, evaluation_queue
-from etude.runs.layout import RunLayout
+from etude.rollouts.settings import (
+    EvaluationSettings,
+    QueueSettings,
+    RolloutSettings,
+    WorkerSettings,
+    evaluation_queue,
+    load_evaluation,
+)
+from etude.runs.layout import RL_ROOT, RunLayout
 from etude.runs.service_status import read_statuses, write_status
 from etude.system.cores import usable_cores
 from etude.system.processes import die_with_parent, parent_process
@@ -231,13 +240,14 @@ class Worker:
 
     async def _prewarm(self) -> None:
         """Build the image that most tasks have, and keep pods of it ready, each with its tool server."""
-        names = list(self.config.tasks["training"])[:KIND_SAMPLE]
+        queue: QueueName = "training" if "training" in self.config.queues else "evaluation"
+        directories = list(self.config.tasks[queue].values())[:KIND_SAMPLE]
         with contextlib.suppress(EtudeError, OSError):  # the first rollout will report the error
-            tasks = {environment_kind(task): task for task in (self._task("training", name) for name in names)}
-            kinds = Counter(environment_kind(self._task("training", name)) for name in names)
-            for kind, count in kinds.most_common(1):
+            found = [self._read_task(directory) for directory in directories]
+            tasks = {environment_kind(task): task for task in found}
+            for kind, count in Counter(map(environment_kind, found)).most_common(1):
                 size = min(self.config.max_rollouts, usable_cores()) if count > 1 else 0
-                await self.prepared.keep_warm(tasks[kind], size, self.config.options["training"].host_settings)
+                await self.prepared.keep_warm(tasks[kind], size, self.config.options[queue].host_settings)
 
     async def _shut_down(self) -> None:
         """Cancel all rollouts and release their slots, without counting failures."""
@@ -346,7 +356,7 @@ class Worker:
             task,
             self.binding,
             replace(config.options[queue], prepared=self.prepared),
-            seed=rollout_seed(config.seed, QUEUES.index(queue), slot.group, slot.number, slot.attempt),
+            seed=slot_seed(config.seed, queue, slot),
             id=f"{self.layout.run.name}/{queue}/{slot.group:06d}/{slot.number:02d}-{slot.attempt}",
             facts={"run": self.layout.run.name, "set": queue, "group": slot.group, "number": slot.number},
             weights=lambda version: self.weights.current(),  # the trainer scores the group again, with one set
@@ -395,6 +405,9 @@ class Worker:
         directory = self.config.tasks[queue].get(plain)
         if directory is None:
             raise InputError(f"there is no task {plain} in {self.layout.tasks}")
+        return self._read_task(directory)
+
+    def _read_task(self, directory: Path) -> Task:
         if directory not in self._tasks:
             self._tasks[directory] = read_task(directory)
         return self._tasks[directory]
@@ -482,48 +495,69 @@ class Worker:
         )
 
 
+def slot_seed(seed: int, queue: QueueName, slot: Slot) -> int:
+    """Return the seed of a slot's rollout.
+
+    In training no two attempts share one. In an evaluation it is a function of task and sample alone: every model is
+    compared under the same seeds, and a sample that was interrupted ends as it would have.
+    """
+    if queue == "training":
+        return rollout_seed(seed, QUEUES.index(queue), slot.group, slot.number, slot.attempt)
+    return rollout_seed(seed, QUEUES.index(queue), zlib.crc32(slot.task.partition("/")[2].encode()), slot.number)
+
+
 # ------------------------------------------------------------------------------------------- the process
 
 
-def rollout_options(settings: RolloutSettings) -> RolloutOptions:
+def load_sessions(layout: RunLayout) -> WorkerSettings:
+    """Return the settings of a run's sessions: those of `[rl]`, or of `[evaluation.sessions]`."""
+    table = layout.sessions_table()
+    return load_table(layout.recipe, table, RolloutSettings if table == "rl" else WorkerSettings)
+
+
+def rollout_options(settings: WorkerSettings) -> RolloutOptions:
     """Return the options of a run's training rollouts."""
     searcher = open_searcher() if "codebase_search" in settings.tool_set.tools else None
     return RolloutOptions(
         SessionSpec.of(settings, searcher=searcher),
         temperature=settings.temperature,
-        effort=settings.effort,
+        effort=settings.effort if isinstance(settings, RolloutSettings) else EffortSettings(),
         checkpoint_s=settings.checkpoint_rollouts_s,
     )
 
 
-def worker_config(layout: RunLayout, settings: RolloutSettings, seed: int) -> WorkerConfig:
-    """Return the configuration of a run's workers."""
+def worker_config(
+    layout: RunLayout, settings: WorkerSettings, evaluation: EvaluationSettings | None, seed: int
+) -> WorkerConfig:
+    """Return the configuration of a run's workers; those of the stage `evaluation` have no training queue."""
     training = rollout_options(settings)
     tasks = layout.task_lists()
-    queues: dict[QueueName, QueueSettings] = {"training": settings}
-    options: dict[QueueName, RolloutOptions] = {"training": training}
-    if settings.evaluation is not None:
-        queues["evaluation"] = evaluation_queue(settings, settings.evaluation.samples)
-        options["evaluation"] = replace(training, temperature=settings.evaluation.temperature)
+    queues: dict[QueueName, QueueSettings] = {}
+    options: dict[QueueName, RolloutOptions] = {}
+    if isinstance(settings, RolloutSettings) and layout.service_root == RL_ROOT:
+        queues["training"], options["training"] = settings, training
+    if evaluation is not None:
+        queues["evaluation"] = evaluation_queue(settings, evaluation.validation_samples)
+        options["evaluation"] = replace(training, temperature=evaluation.temperature)
     return WorkerConfig(
         layout=layout,
         queues=queues,
-        tasks={"training": tasks["train"], "evaluation": tasks.get("held_out", {})},
+        tasks={"training": tasks.get("train", {}), "evaluation": tasks.get("held_out", {})},
         options=options,
-        rewards=settings.rewards,
+        rewards=settings.rewards if isinstance(settings, RolloutSettings) else {"correctness": 1.0},
         seed=seed,
         max_rollouts=max(1, -(-settings.in_flight // settings.workers)),
     )
 
 
-def bind_policy(layout: RunLayout, settings: RolloutSettings, policy: Policy) -> PolicyBinding:
+def bind_policy(layout: RunLayout, settings: WorkerSettings, policy: Policy) -> PolicyBinding:
     """Bind the policy of a run to its dialect and window."""
     dialect = dialect_for(Tokenizer.load(layout.model), settings.dialect)
     window = settings.window or ModelConfig.load(layout.model).max_length
     return PolicyBinding(policy, dialect, window, layout.run.name)
 
 
-async def run_worker(name: str, config: WorkerConfig, settings: RolloutSettings) -> None:
+async def run_worker(name: str, config: WorkerConfig, settings: WorkerSettings) -> None:
     """Run a worker until SIGTERM or SIGINT."""
     layout = config.layout
     # All workers of a machine share one directory: each finds the pod snapshots of the others' checkpoints.
@@ -538,17 +572,18 @@ async def run_worker(name: str, config: WorkerConfig, settings: RolloutSettings)
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m etude.rollouts.worker", description=__doc__.splitlines()[0])
     parser.add_argument("run", type=Path, help="run directory")
+    parser.add_argument("--root", default=RL_ROOT, help="directory of the run that its processes share")
     parser.add_argument("--name", required=True, help="name of this worker, such as worker-0")
     given = parser.parse_args(arguments)
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.WARNING)
     layout: RunLayout | None = None
     try:
         die_with_parent(parent_process())
-        layout = RunLayout.of_run(given.run)
+        layout = RunLayout.of_run(given.run, given.root)
         write_status(layout, given.name, state="starting")
-        settings = load_table(layout.recipe, "rl", RolloutSettings)
-        seed = int(read_toml(layout.recipe).get("seed", 0))
-        asyncio.run(run_worker(given.name, worker_config(layout, settings, seed), settings))
+        settings, seed = load_sessions(layout), int(read_toml(layout.recipe).get("seed", 0))
+        config = worker_config(layout, settings, load_evaluation(layout), seed)
+        asyncio.run(run_worker(given.name, config, settings))
     except EtudeError as error:
         say(f"{given.name}: {error}", file=sys.stderr)
         if layout is not None:

@@ -13,29 +13,40 @@
     rl/trainer/                               trainer checkpoints, and the facts of each policy step
     rl/exhausted                              why no prompt is left, if that is so
     rl/services/NAME.json, rl/logs/NAME.log   status and log of every process
+    evaluation/MODEL/                         the same files for the evaluation of one model, by the stage `evaluation`
+    evaluation/pods/                          state of the pods of all these evaluations
+    scorings.jsonl                            which model was scored on which task set, and when
 
-The processes of `rl` share these files and HTTP, nothing else.
+The processes of `rl`, and those of an evaluation, share these files and HTTP, nothing else.
 """
 
 import json
 import os
 from pathlib import Path
 
+from etude.config import read_toml
 from etude.errors import InputError
+
+RL_ROOT, EVALUATION_ROOT = "rl", "evaluation"
 
 
 class RunLayout:
-    """The paths of one run. `weights_url` is a store outside the run directory."""
+    """The paths of one run. `weights_url` is a store outside the run directory.
 
-    def __init__(self, run: Path, weights_url: str = "") -> None:
-        self.run = run
+    `service_root` is the directory that a set of processes shares: `rl`, or `evaluation/MODEL`.
+    """
+
+    def __init__(self, run: Path, weights_url: str = "", service_root: str = RL_ROOT) -> None:
+        self.run, self.service_root = run, service_root
         self.recipe, self.lock = run / "recipe.toml", run / "lock"
         self.metrics, self.state, self.lineage = run / "metrics.jsonl", run / "state.json", run / "lineage.jsonl"
         self.artefacts, self.checkpoints = run / "artefacts", run / "checkpoints"
-        self.root = root = run / "rl"
+        self.scorings = run / "scorings.jsonl"
+        self.root = root = run / service_root
         self.id = root / "id"
         self.slots, self.evaluations = root / "slots.sqlite", root / "evaluations.sqlite"
-        self.tasks, self.exhausted, self.pods = root / "tasks.json", root / "exhausted", root / "pods"
+        self.tasks, self.exhausted = root / "tasks.json", root / "exhausted"
+        self.pods = (root if service_root == RL_ROOT else root.parent) / "pods"
         self.model, self.origin, self.store = root / "model", root / "origin.json", weights_url or str(root / "weights")
         self.traces, self.evaluation_traces = root / "traces", root / "evaluation-traces"
         self.partial, self.trainer = root / "partial", root / "trainer"
@@ -43,15 +54,23 @@ class RunLayout:
         self.services, self.logs, self.sampler_token = root / "services", root / "logs", root / "sampler.token"
 
     @classmethod
-    def of_run(cls, path: Path | str) -> "RunLayout":
+    def of_run(cls, path: Path | str, service_root: str = RL_ROOT) -> "RunLayout":
         """Return the layout of an existing run; InputError if it has no recipe."""
-        layout = cls(Path(os.path.abspath(path)))
+        layout = cls(Path(os.path.abspath(path)), service_root=service_root)
         if not layout.recipe.is_file():
             raise InputError(f"{layout.run} is not a run: it has no recipe.toml; name a directory made by `etude run`")
         return layout
 
+    def evaluation_of(self, model: str) -> "RunLayout":
+        """Return the layout of the evaluation of one model."""
+        return RunLayout(self.run, service_root=f"{EVALUATION_ROOT}/{model}")
+
+    def sessions_table(self) -> str:
+        """Return the table of the recorded recipe that says how sessions run: `[rl]` if there is that stage."""
+        return "rl" if "rl" in read_toml(self.recipe) else "evaluation.sessions"
+
     def make(self) -> None:
-        """Create the directories of RL."""
+        """Create the directories that the processes share."""
         for path in (self.traces, self.evaluation_traces, self.partial, self.steps, self.services, self.logs):
             path.mkdir(parents=True, exist_ok=True)
 

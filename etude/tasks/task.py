@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 Category = Literal["debugging", "feature", "refactor", "docs", "testing", "review", "devops", "migration", "question"]
+TASK_LABELS = ("category", "family", "difficulty")  # keys of the metadata by which results are divided
 NetworkMode = Literal["public", "no-network", "allowlist"]
 
 

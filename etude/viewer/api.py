@@ -45,6 +45,7 @@ from etude.viewer.run_reader import (
     run_status,
 )
 from etude.viewer.session_view import TextLimit, TokenTexts, activity_strip, describe_session, describe_tokens
+from etude.viewer.stage_outcome import stage_outcome
 from etude.viewer.tasks import ListedTask, describe_task, read_listed_tasks
 
 SILENT_AFTER_S = 10.0  # services write every second, later on a busy machine
@@ -104,16 +105,15 @@ class RunApi:
             status = run_status(self.layout, stages)
             curves = chart_data.training_curves(records, [stage["name"] for stage in stages])
             rl = self._rl(recipe, records, problems)
-            facts: JsonObject = next((stage["facts"] for stage in stages if stage["name"] == "rl"), {})
-            outcome = overview.outcome(rl["evaluations"], facts, recipe) if rl else None
+            facts: JsonObject = next((stage["facts"] for stage in stages if stage["name"] == "evaluation"), {})
             result: JsonObject = {
                 "name": str(recipe.get("name") or self.path.name),
                 "directory": self.path.name,
                 "status": asdict(status),
                 "recipe": text,
                 "model": overview.read_model(self.path, lineage),
-                "outcome": outcome,
-                "stages": self._stages(stages, recipe, records, lineage, curves, outcome),
+                "outcome": stage_outcome(self.layout, records, facts, recipe),
+                "stages": self._stages(stages, recipe, records, lineage, curves, rl["evaluations"] if rl else []),
                 "training": curves,
                 "measures": _evaluation_stage_records(records),
                 "rl": rl,
@@ -128,11 +128,11 @@ class RunApi:
         records: Sequence[JsonObject],
         lineage: Sequence[JsonObject],
         curves: Sequence[JsonObject],
-        outcome: JsonObject | None,
+        validations: Sequence[JsonObject],
     ) -> list[JsonObject]:
         """Return the stages with their progress, results and times."""
         times = overview.stage_times(stages, records, lineage)
-        results = overview.stage_results(stages, recipe, curves, outcome)
+        results = overview.stage_results(stages, recipe, curves, validations)
         found = []
         for stage, result in zip(stages, results, strict=True):
             lines = [record for record in records if record.get("stage") == stage["name"]]
@@ -396,6 +396,18 @@ def _evaluation_stage_records(records: Sequence[JsonObject]) -> list[JsonObject]
     return [{name: as_number(value) for name, value in line.items() if as_number(value) is not None} for line in lines]
 
 
+def last_gain(facts: JsonObject) -> JsonObject | None:
+    """Return the gain of the last model over the best earlier one, on the first test set."""
+    gains = facts.get("gains")
+    if not isinstance(gains, dict) or not gains:
+        return None
+    model, gain = list(gains.items())[-1]
+    name, difference = list(gain["sets"].items())[min(1, len(gain["sets"]) - 1)]  # validation is the first
+    return {"model": model, "against": gain["against"], "set": name} | {
+        key: as_number(difference.get(f"solved{end}")) for key, end in (("at", ""), ("low", "_low"), ("high", "_high"))
+    }
+
+
 def list_runs(runs: dict[str, Path]) -> JsonObject:
     """Return the runs of a directory with their status and held-out results."""
     result = []
@@ -411,8 +423,7 @@ def list_runs(runs: dict[str, Path]) -> JsonObject:
                 "name": str(recipe.get("name") or name),
                 "status": asdict(status),
                 "stages": [{"name": stage["name"], "done": stage["done"]} for stage in stages],
-                "before": facts.get("rl", {}).get("before"),
-                "after": facts.get("rl", {}).get("after"),
+                "gain": last_gain(facts.get("evaluation", {})),
                 "changed": max(_stamp(layout.metrics)[0], _stamp(layout.state)[0]),
                 "problems": problems,
             }

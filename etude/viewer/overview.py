@@ -1,11 +1,11 @@
-"""The data of a run's first screen: the model, the result and duration of every stage, and held-out success at the
-first and the last evaluation of RL. Only what the run recorded is shown.
+"""The data of a run's first screen: the model, and the result and duration of every stage. Only what the run recorded
+is shown. `stage_outcome` has the first picture.
 """
 
 import json
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -98,7 +98,7 @@ def _parse_time(text: object) -> float | None:
 
 
 def stage_results(
-    stages: Sequence[JsonObject], recipe: JsonObject, curves: Sequence[JsonObject], outcome_result: JsonObject | None
+    stages: Sequence[JsonObject], recipe: JsonObject, curves: Sequence[JsonObject], validations: Sequence[JsonObject]
 ) -> list[JsonObject]:
     """Return a short description of every stage, and the metric it changed: first and last value."""
     curve = {result["stage"]: result for result in curves}
@@ -108,10 +108,9 @@ def stage_results(
         section = recipe.get(name) if isinstance(recipe.get(name), dict) else {}
         assert isinstance(section, dict)
         result: JsonObject = {"did": _stage_summary(name, facts, section, curve.get(name))}
-        if name == "rl" and outcome_result is not None:
-            whole = outcome_result["rows"][0]
-            result |= {"measure": "held-out tasks solved", "share": True}
-            result |= {"before": (whole["before"] or {}).get("at"), "after": whole["after"]["at"]}
+        if name == "rl" and len(validations) > 1:
+            first, last = (as_number(line.get("solved")) for line in (validations[0], validations[-1]))
+            result |= {"measure": "validation tasks solved", "share": True, "before": first, "after": last}
         elif name in curve:
             result |= curve_change(curve[name])
         found.append(result)
@@ -143,6 +142,8 @@ def _stage_summary(name: str, facts: JsonObject, section: JsonObject, curve: Jso
         steps = as_number(facts.get("steps")) or as_number(section.get("steps"))
         each = f" of {_format_count(groups)} tasks × {_format_count(size)} sessions" if size and groups else ""
         return f"{_format_count(steps)} steps{each}" if steps else ""
+    if name == "evaluation" and isinstance(models := facts.get("models"), dict):
+        return f"measured the models of {', '.join(models)}"
     if name == "base":
         source = Path(str(facts.get("source") or section.get("source") or "")).name
         return f"starts from {source}" if source else ""
@@ -181,72 +182,3 @@ def _format_size(value: float | None) -> str:
         if size >= (10 * unit if name == "k" else unit):
             return f"{float(f'{size / unit:.3g}'):g}{name}"
     return f"{size:.0f}"
-
-
-# ------------------------------------------------------------------------------------------- held-out success
-
-
-def outcome(evaluations: Sequence[JsonObject], facts: JsonObject, recipe: JsonObject) -> JsonObject | None:
-    """Return held-out success at the first and last evaluation: of all tasks, every set, and best of K sessions.
-
-    The first evaluation is of the checkpoint that RL started from (usually after SFT), not of the base model. A change
-    has an interval if the run compared the two task by task.
-    """
-    if not evaluations or as_number(evaluations[-1].get("solved")) is None:
-        return None
-    first, last = (evaluations[0], evaluations[-1]) if len(evaluations) > 1 else (None, evaluations[0])
-    kinds = _kinds(recipe)
-    names = [key.split("/")[1] for key in last if key.startswith("set/") and key.endswith("/solved")]
-    tasks, samples = as_number(last.get("tasks")) or 0.0, as_number(last.get("samples")) or 0.0
-    each = round(samples / tasks) if tasks else 0
-    rows = [_row("all", first, last, "", "solved", _matching_comparison(facts.get("rise"), first, last))]
-    for name in sorted(names, key=lambda name: list(kinds).index(name) if name in kinds else len(kinds)):
-        row = _row(
-            name, first, last, f"set/{name}/", "solved", _matching_comparison(facts.get(f"rise_{name}"), first, last)
-        )
-        rows.append(row | {"kind": kinds.get(name, "")})
-    if each > 1 and as_number(last.get(f"best/{each}")) is not None:
-        best = _row("best", first, last, "", f"best/{each}", _matching_comparison(facts.get("rise"), first, last))
-        rows.append(best | {"of": each})
-    steps = [int(as_number(line.get("step")) or 0) for line in (first, last) if line is not None]
-    return {"tasks": int(tasks), "sessions": each, "steps": steps, "rows": rows}
-
-
-def _matching_comparison(comparison: object, first: JsonObject | None, last: JsonObject) -> JsonObject:
-    """Return the run's own comparison if it is between these two evaluations."""
-    if first is None or not isinstance(comparison, dict):
-        return {}
-    return comparison if (comparison.get("from"), comparison.get("to")) == (first.get("step"), last.get("step")) else {}
-
-
-def _row(
-    name: str, first: JsonObject | None, last: JsonObject, prefix: str, measure: str, comparison: JsonObject
-) -> JsonObject:
-    return {
-        "name": name,
-        "tasks": as_number(last.get(f"{prefix}tasks")),
-        "before": _bounded(first, f"{prefix}{measure}") if first is not None else None,
-        "after": _bounded(last, f"{prefix}{measure}"),
-        "change": _bounded(comparison, measure) if comparison else None,
-    }
-
-
-def _bounded(line: Mapping[str, object], name: str) -> JsonObject:
-    keys = {"at": name, "low": f"{name}_low", "high": f"{name}_high"}
-    return {word: as_number(line.get(key)) for word, key in keys.items()}
-
-
-def _kinds(recipe: JsonObject) -> dict[str, str]:
-    """Return for every task set whether its tasks are of the kinds that RL trained on, according to the recipe."""
-    table, section = recipe.get("tasks"), recipe.get("rl")
-    builds = table.get("build") if isinstance(table, dict) else None
-    known = {str(build.get("name")): build for build in builds or () if isinstance(build, dict)}
-    train = known.get(str(section.get("tasks")) if isinstance(section, dict) else "")
-    if train is None or not train.get("source"):
-        return {}
-    result = {}
-    for name, build in known.items():
-        if build.get("source") == train["source"]:
-            alike = build.get("split", "train") == train.get("split", "train")
-            result[name] = "new tasks of kinds it trained on" if alike else "tasks of kinds it never trained on"
-    return result

@@ -23,8 +23,8 @@ from etude.viewer.session_view import TextLimit
 
 # Every module comes after those it imports.
 MODULES = (
-    *("dom", "data", "charts", "list", "lists", "training", "learning", "overview", "turns", "tokens", "rollout"),
-    *("run", "group", "task", "app"),
+    *("dom", "data", "charts", "list", "lists", "training", "learning", "outcome", "overview", "turns", "tokens"),
+    *("rollout", "run", "group", "task", "app"),
 )
 STYLES = ("sessions.css", "style.css")
 MAX_ABOUT_BYTES = 400  # of the note about the file's contents

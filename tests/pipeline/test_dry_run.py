@@ -186,17 +186,19 @@ def test_all_problems_come_together_each_under_its_key(workspace: Path) -> None:
 
 
 def test_problems_of_rl_are_reported_before_it_starts(tmp_path: Path) -> None:
-    recipe = make_recipe(tmp_path, tasks=5, estimator={"kl": "k1", "kl_weight": 0.1, "reference": str(tmp_path / "no")})
+    estimator = {"kl": "k1", "kl_weight": 0.1, "reference": str(tmp_path / "no")}
+    recipe = make_recipe(tmp_path, tasks=5, estimator=estimator, evaluation={})
     lines = problems(
         recipe,
         "rl.window=4096",
         "rl.sampler.device=cuda:7",
         "rl.weights.store=nosuch://bucket",
-        f"rl.evaluation.tasks={tmp_path}/elsewhere",
+        f"evaluation.validation={tmp_path}/elsewhere",
+        only="rl",
     )
     expected = [
         "rl.sampler.device: device cuda:7",
-        f"rl.evaluation.tasks: {tmp_path}/elsewhere does not exist",
+        f"evaluation.validation: {tmp_path}/elsewhere does not exist",
         "rl.tasks has 5 prompts, but 3 steps of 2 groups take 6",
         "rl.weights.store: nosuch://bucket: no such object store",
         f"rl.estimator.reference: {tmp_path}/no does not exist",
@@ -416,13 +418,13 @@ def test_a_packed_row_may_be_longer_than_the_context(tmp_path: Path) -> None:
 
 
 def test_a_finished_evaluation_is_not_counted_again(tmp_path: Path) -> None:
-    recipe = load_recipe(make_recipe(tmp_path, evaluation={"tasks": "./held-out"}))
+    recipe = load_recipe(make_recipe(tmp_path, evaluation={}))
     assert recipe.rl is not None
     steps = [
         {"step": step, "wall_s": 10.0 + 60.0 * (step == 1), "waited/measurement": 60.0 * (step == 1)} for step in (1, 2)
     ]
-    before = seconds_from_records(recipe.rl, steps, 2)
-    after = seconds_from_records(recipe.rl, [*steps, {"step": 0, "evaluation": True}], 2)
+    before = seconds_from_records(recipe.rl, steps, 2, validations=2)
+    after = seconds_from_records(recipe.rl, [*steps, {"step": 0, "evaluation": True}], 2, validations=2)
     assert before is not None
     assert after is not None
     assert before.seconds - after.seconds == pytest.approx(60)
@@ -442,4 +444,9 @@ def test_the_nano_rl_recipe_has_no_problems_here(tmp_path: Path, monkeypatch: py
     plan = make_plan(load_recipe(recipe), budget=BUDGET)
     assert file_digests(tmp_path) == before
     assert not plan.warnings
-    assert plan.stages[-1].stage == "rl"
+    evaluation = plan.stages[-1]
+    assert evaluation.stage == "evaluation"
+    sets = "validation 24 x 2, new 24 x 4, unseen 24 x 4"
+    assert evaluation.does[0] == f"models of base, sft, rl, each on {sets}: 720 sessions"
+    assert evaluation.time is not None
+    assert [memory.process for memory in evaluation.memory] == ["sampler", "sessions"]

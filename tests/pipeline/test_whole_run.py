@@ -23,6 +23,7 @@ import pytest
 import tomli_w
 
 from etude.errors import InputError
+from etude.evaluation.scorings import count_scorings
 from etude.files import content_digest
 from etude.harness.trace_store import load_trace
 from etude.model import load
@@ -32,10 +33,11 @@ from etude.runs.layout import RunLayout
 from etude.runs.run import Run
 
 ROOT = Path(__file__).resolve().parents[2]
-STAGES = ("base", "tasks", "corpus", "pretrain", "mtp", "extend", "sft", "rl")
+STAGES = ("base", "tasks", "corpus", "pretrain", "mtp", "extend", "sft", "rl", "evaluation")
 STEPS = {"pretrain": 8, "mtp": 4, "extend": 2, "sft": 4, "rl": 2}
 EVALUATED = ("pretrain", "mtp", "extend", "rl")  # before the first step and after the last
 PACKAGES = ("kernels", "model", "tasks", "train", "weights")  # of our own source: a corpus that is built in a second
+MODELS = ("base", "pretrain", "sft", "rl")  # of the demo
 LIMIT_S = 300  # for one stage, on a busy machine
 SETTLE_S = 60  # until the processes of a finished run are gone: the zygote of pods waits for half a minute
 
@@ -49,7 +51,7 @@ def small_demo(directory: Path, stages: tuple[str, ...] = STAGES) -> Path:
     recipe = tomllib.loads((ROOT / "recipes/nano.toml").read_text(encoding="utf-8"))
     assert tuple(recipe["stages"]) == STAGES, "the demo has other stages now: add kills for them"
     recipe["base"]["source"] = str(ROOT / "base/nano")
-    for tasks, count in zip(recipe["tasks"]["build"], (12, 2, 2), strict=True):
+    for tasks, count in zip(recipe["tasks"]["build"], (12, 2, 2, 2), strict=True):
         tasks["count"] = count
     recipe["tasks"]["build"][0]["demonstrations"] = 24
     for corpus in recipe["corpus"]["build"][:2]:
@@ -65,7 +67,7 @@ def small_demo(directory: Path, stages: tuple[str, ...] = STAGES) -> Path:
     recipe["rl"] |= {"steps": STEPS["rl"], "groups_per_step": 2, "group_size": 2, "in_flight": 4}
     recipe["rl"] |= {"checkpoint_every": STEPS["rl"]}  # so that a kill after the first step loses it
     recipe["rl"]["budget"] |= {"turns": 3, "max_turn_tokens": 64}
-    recipe["rl"]["evaluation"] |= {"max_tasks": 2, "samples": 1}
+    recipe["evaluation"] |= {"max_tasks": 2, "samples": 2, "validation_samples": 1}
     recipe["stages"] = list(stages)
     wanted = {key: value for key, value in recipe.items() if key not in STAGES or key in stages}
     path = directory / f"{stages[-1]}.toml"
@@ -103,11 +105,12 @@ def stepped(stage: str, step: int) -> Callable[[Path], bool]:
     return lambda run: any(line["stage"] == stage and line["step"] >= step for line in lines(run / "metrics.jsonl"))
 
 
-def evaluating(step: int) -> Callable[[Path], bool]:
-    """Return a check that some sessions of the evaluation after a step are scored, and others are not."""
+def evaluating(step: int, model: str = "") -> Callable[[Path], bool]:
+    """Return a check that some sessions of the validation after a step, or of a model's evaluation, are scored, and
+    others are not."""
 
     def now(run: Path) -> bool:
-        queue = RunLayout(run).evaluations
+        queue = (RunLayout(run).evaluation_of(model) if model else RunLayout(run)).evaluations
         with suppress(InputError), closing(RolloutQueue.open_read_only(queue)) as table:  # InputError: not made yet
             groups = table.progress(f"{step:06d}/")
             return 0 < sum(group.ready for group in groups) < sum(group.size for group in groups)
@@ -128,6 +131,8 @@ KILLS: tuple[tuple[str, Callable[[Path], bool]], ...] = (
     ("rl", evaluating(0)),
     ("rl", stepped("rl", 1)),
     ("rl", evaluating(2)),
+    ("evaluation", evaluating(0, "base")),
+    ("evaluation", evaluating(0, "rl")),
 )
 
 
@@ -198,6 +203,9 @@ def check_metrics(run: Path) -> None:
         assert [each["step"] for each in own if not each.get("evaluation")] == [*range(1, steps + 1)], stage
         measured = [each["step"] for each in own if each.get("evaluation")]
         assert measured == ([0, steps] if stage in EVALUATED else []), stage
+    scored = [(record["model"], record["set"]) for record in records if record["stage"] == "evaluation"]
+    assert scored == [(model, name) for model in MODELS for name in ("validation", "new", "unseen")]
+    assert count_scorings(RunLayout(run)) == {"validation": 2 + len(MODELS), "new": len(MODELS), "unseen": len(MODELS)}
 
 
 def check_same_up_to_rl(run: Path, uninterrupted: Path) -> None:
@@ -211,7 +219,7 @@ def check_same_up_to_rl(run: Path, uninterrupted: Path) -> None:
 
     def measured(path: Path) -> list[dict[str, Any]]:
         timing = ("time", "tokens_per_second")
-        records = [record for record in lines(path / "metrics.jsonl") if record["stage"] != "rl"]
+        records = [record for record in lines(path / "metrics.jsonl") if record["stage"] not in ("rl", "evaluation")]
         return [{key: value for key, value in record.items() if key not in timing} for record in records]
 
     assert measured(run) == measured(uninterrupted)
@@ -245,8 +253,8 @@ def check_nothing_left(run: Path) -> None:
     while (alive := processes_of(run)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert alive == {}
-    pods = RunLayout(run).root / "pods"
-    assert [*(pods / "pods").iterdir(), *(pods / "owners").iterdir(), *(pods / "memory").iterdir()] == []
+    for pods in (RunLayout(run).pods, RunLayout(run).evaluation_of("base").pods):
+        assert [*(pods / "pods").iterdir(), *(pods / "owners").iterdir(), *(pods / "memory").iterdir()] == []
     assert str(run) not in Path("/proc/self/mountinfo").read_text()
     drafts = [*run.glob(".*"), *run.glob("artefacts/.*"), *run.glob("checkpoints/.*"), *run.glob("rl/.*")]
     assert drafts == []
@@ -259,7 +267,7 @@ def test_the_demo_killed_in_every_stage_ends_with_the_same_result(tmp_path: Path
     print("seed", seed)
     rng = random.Random(seed)
     uninterrupted, run = tmp_path / "uninterrupted", tmp_path / "killed"
-    finish(small_demo(tmp_path, STAGES[:-1]), uninterrupted)
+    finish(small_demo(tmp_path, STAGES[:-2]), uninterrupted)
     recipe = small_demo(tmp_path)
     found: list[tuple[str, dict[str, Any]]] = []
     for stage, moment in KILLS:
@@ -284,7 +292,7 @@ def test_the_demo_killed_in_every_stage_ends_with_the_same_result(tmp_path: Path
 def test_a_changed_key_of_a_started_stage_is_named_and_refused(tmp_path: Path) -> None:
     recipe, run = load_recipe(small_demo(tmp_path)), tmp_path / "run"
     with Run.create_or_resume(run, recipe) as started:
-        for stage in STAGES[:-1]:
+        for stage in STAGES[:-2]:
             started.finish_stage(stage)
     changes = {
         "count = 12\n": ("count = 13\n", "tasks.build[train].count: 12 -> 13"),
@@ -292,7 +300,7 @@ def test_a_changed_key_of_a_started_stage_is_named_and_refused(tmp_path: Path) -
         'layout = "repository"\n': ("", 'corpus.build[code-long].layout: "repository" -> "file"'),
         'corpus = "experts"': ('corpus = "code"', 'sft.mix[0].corpus: "experts" -> "code"'),
     }
-    text = (tmp_path / "rl.toml").read_text(encoding="utf-8")
+    text = (tmp_path / "evaluation.toml").read_text(encoding="utf-8")
     for old, (new, words) in changes.items():
         assert old in text
         (tmp_path / "other.toml").write_text(text.replace(old, new, 1), encoding="utf-8")

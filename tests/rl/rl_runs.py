@@ -68,11 +68,13 @@ def make_model(directory: Path, seed: int = 0) -> Path:
     return directory
 
 
-def make_recipe(directory: Path, *, tasks: int = 24, held_out: int = 3, **rl: Any) -> Path:
-    """Write a recipe with the model and tasks it names; return its path."""
+def make_recipe(
+    directory: Path, *, tasks: int = 24, held_out: int = 3, evaluation: dict[str, Any] | None = None, **rl: Any
+) -> Path:
+    """Write a recipe with the model and tasks it names; return its path. `evaluation` is the table of that stage."""
     make_model(directory / "model")
     generate_nano(directory / "tasks", tasks, "train", 0, (1,))
-    generate_nano(directory / "held-out", held_out, "unseen", 0, (1,))
+    generate_nano(directory / "unseen", held_out, "unseen", 0, (1,))
     table: dict[str, Any] = {
         "model": "model",
         "tasks": "./tasks",
@@ -94,7 +96,8 @@ def make_recipe(directory: Path, *, tasks: int = 24, held_out: int = 3, **rl: An
         **rl,
     }
     recipe = directory / "recipe.toml"
-    recipe.write_text(tomli_w.dumps({"name": "tiny", "stages": ["rl"], "rl": table}))
+    measured = {} if evaluation is None else {"evaluation": {"validation": "./held-out", "test": [], **evaluation}}
+    recipe.write_text(tomli_w.dumps({"name": "tiny", "stages": ["rl", *measured], "rl": table, **measured}))
     return recipe
 
 

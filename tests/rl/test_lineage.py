@@ -19,7 +19,7 @@ from etude.recipe.recipe import load_recipe
 from etude.rl.orchestrator import Orchestrator, RlTaskSets, named_tasks, open_queues
 from etude.rl.settings import open_rl_run
 from etude.rollouts.queue import RolloutQueue, StaleClaim
-from etude.rollouts.settings import QueueSettings, evaluation_queue
+from etude.rollouts.settings import QueueSettings, evaluation_queue, load_evaluation
 from etude.runs.layout import RunLayout
 from etude.runs.run import Run
 from etude.runs.service_status import write_status
@@ -56,14 +56,15 @@ def train_until(layout: RunLayout, done: Callable[[], bool]) -> None:
 
 @pytest.fixture
 def orchestrator(tmp_path: Path) -> Iterator[Orchestrator]:
-    evaluation = {"tasks": ["./held-out"], "samples": 2, "every": 3}
-    recipe = make_recipe(tmp_path, tasks=24, held_out=2, evaluation=evaluation, steps=8, checkpoint_every=2)
+    table = {"validation_samples": 2, "every": 3}
+    recipe = make_recipe(tmp_path, tasks=24, held_out=2, evaluation=table, steps=8, checkpoint_every=2)
     layout = prepare_run(recipe, tmp_path / "run")
     settings = open_rl_run(layout.run)[1]
     run = Run.create_or_resume(layout.run, load_recipe(recipe), resume=True)
     tasks = RlTaskSets(named_tasks(tmp_path / "tasks"), named_tasks(tmp_path / "held-out"))
-    with open_queues(layout, settings) as (queue, evaluations):
-        yield Orchestrator(run, settings, layout, queue, evaluations, tasks, 0, lambda *_: None)
+    evaluation = load_evaluation(layout)
+    with open_queues(layout, settings, evaluation) as (queue, evaluations):
+        yield Orchestrator(run, settings, layout, queue, evaluations, tasks, 0, lambda *_: None, evaluation)
 
 
 def tick(orchestrator: Orchestrator, version: int) -> None:

@@ -79,11 +79,12 @@ def reward(solved: bool, **cost: int) -> dict[str, Any]:
     }
 
 
-def begin_run(path: Path, **rl: Any) -> Run:
+def begin_run(path: Path, evaluation: Mapping[str, Any] | None = None, **rl: Any) -> Run:
     """Start a run that has only its recipe."""
     table = {"model": "./model", "tasks": "./tasks", "steps": 4, "group_size": 2, "groups_per_step": 1, **rl}
     recipe = path.with_suffix(".toml")
-    recipe.write_text(tomli_w.dumps({"name": "small", "stages": ["rl"], "rl": table}))
+    measured = {"evaluation": {"validation": "./held-out", "test": [], **evaluation}} if evaluation else {}
+    recipe.write_text(tomli_w.dumps({"name": "small", "stages": ["rl", *measured], "rl": table, **measured}))
     run = Run.create_or_resume(path, load_recipe(recipe))
     RunLayout(path).make()
     return run
@@ -111,7 +112,7 @@ def open_evaluations(path: Path, samples: int) -> RolloutQueue:
 
 def evaluated_run(path: Path, solved: Mapping[int, Sequence[int]], samples: int = 4) -> Path:
     """Make a run evaluated at these steps: `solved` has the number of solved samples of each held-out task."""
-    evaluation = {"tasks": "./held-out", "samples": samples}
+    evaluation = {"validation_samples": samples}
     with begin_run(path, evaluation=evaluation) as run, closing(open_evaluations(path, samples)) as queue:
         for step, counts in solved.items():
             held_out.start(queue, step, [f"task-{number}" for number in range(len(counts))])
@@ -183,38 +184,20 @@ def test_average_and_best_of_k_are_those_of_the_evaluations(tmp_path: Path) -> N
     assert [row[0] for row in record["table"]["rows"]] == ["0", "2", "4"]
 
 
-def test_task_sets_are_reported_separately(tmp_path: Path) -> None:
-    path, counts = tmp_path / "run", {"fresh": {0: 1, 4: 4}, "unseen": {0: 0, 4: 1}}
-    evaluation = {"tasks": ["./fresh", "./unseen"], "samples": 4}
-    with begin_run(path, evaluation=evaluation) as run, closing(open_evaluations(path, 4)) as queue:
-        for step in (0, 4):
-            held_out.start(queue, step, [f"{name}/task-{number}" for name in counts for number in range(3)])
-            solved = [n < counts[name][step] for name in counts for _ in range(3) for n in range(4)]
-            finish_all(queue, [reward(each, turns=1) for each in solved], step)
-            found = held_out.results(queue, step)
-            parts = {name: statistics.summarise(held_out.subset(found, f"{name}/")) for name in counts}
-            line = {f"set/{name}/{key}": part[key] for name, part in parts.items() for key in ("solved", "best/4")}
-            run.log("rl", step, evaluation=True, **statistics.summarise(found), **line)
-    result = fig5.fig5(0, quietly, run=path)
-    record = written_record("fig5", result, tmp_path)
-    rises = {name: rise["solved"] for name, rise in record["data"]["rise_by_set"].items()}
-    assert rises == {"fresh": 0.75, "unseen": 0.25}
-    assert [line.label for line in result.panels[-1].series][::2] == ["fresh, average", "unseen, average"]
-
-
 def test_fig5_runs_the_recipe_with_more_evaluations() -> None:
     original = load_recipe(recipe_file(fig5.RECIPE))
     changed = load_recipe(recipe_file(fig5.RECIPE), fig5.recipe_overrides(fig5.Fig5Settings(), 7))
     assert {line.split(":")[0] for line in differing_keys(settings_data(original), settings_data(changed))} <= {
         "seed",
         "rl.steps",
-        "rl.evaluation.every",
-        "rl.evaluation.samples",
-        "rl.evaluation.max_tasks",
+        "evaluation.every",
+        "evaluation.validation_samples",
+        "evaluation.max_tasks",
+        "evaluation.models",
+        "evaluation.test",
     }
-    assert changed.rl is not None
-    assert changed.rl.evaluation is not None
-    assert changed.rl.evaluation.every == fig5.Fig5Settings().every
+    assert changed.evaluation is not None
+    assert changed.evaluation.every == fig5.Fig5Settings().every
 
 
 def test_one_evaluation_is_not_enough(tmp_path: Path) -> None:

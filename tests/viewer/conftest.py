@@ -24,6 +24,7 @@ from etude.chat.dialects.dialect import Dialect
 from etude.chat.messages import Message
 from etude.chat.tokenizer import train_tokenizer
 from etude.evaluation import held_out, statistics
+from etude.evaluation.stage_comparison import main_figures, stage_gains
 from etude.harness.tools.tool import ToolOutcome
 from etude.harness.trace import NO_VERSION, Segment, Step, Trace
 from etude.harness.trace_store import SUFFIX, save_trace
@@ -81,7 +82,7 @@ class _RunMaker:
             generate_nano(directory / split, number, split, 0, (1, 2, 3))
             self.tasks |= {path.parent.name: path.parent for path in sorted((directory / split).glob("*/task.toml"))}
         held_out = [name for name in self.tasks if "-unseen-" in name]
-        self.held_out = {f"{'fresh' if at < 2 else 'unseen'}/{name}": name for at, name in enumerate(held_out)}
+        self.held_out = {f"validation/{name}": name for name in held_out}
         lists = {
             "train": {name: str(path) for name, path in self.tasks.items() if name not in held_out},
             "held_out": {name: str(self.tasks[task]) for name, task in self.held_out.items()},
@@ -105,10 +106,25 @@ class _RunMaker:
             ends = [held_out.results(evaluations, step) for step in (0, shape.steps)]
             facts = metrics.stage_facts(self.lines("rl"), slots, ["worker-0 was killed"])
             facts["rise"] = statistics.compare(*ends)
-            for name in ("fresh", "unseen"):
-                facts[f"rise_{name}"] = statistics.compare(*(held_out.subset(end, f"{name}/") for end in ends))
-            self.finish(facts)
+            self.finish(facts, self.evaluate({"sft": ends[0], "rl": ends[1]}))
         return self.run
+
+    def evaluate(self, models: Mapping[str, held_out.Evaluation]) -> dict[str, Any]:
+        """Log the stage evaluation as if these results were those of every task set; return its facts."""
+        self.saved["rl"] = self.time + 2
+        results = {model: dict.fromkeys(("validation", "new", "unseen"), found) for model, found in models.items()}
+        scorings = []
+        for number, (model, sets) in enumerate(results.items()):
+            for name, found in sets.items():
+                self.log("evaluation", number, model=model, set=name, **statistics.summarise(found))
+                scorings.append(json.dumps({"time": self.time, "set": name, "model": model, "key": model}) + "\n")
+        self.layout.scorings.write_text("".join(scorings))
+        figures = {
+            model: {name: main_figures(statistics.summarise(found)) for name, found in sets.items()}
+            for model, sets in results.items()
+        }
+        scored = dict.fromkeys(("validation", "new", "unseen"), len(models))
+        return {"models": figures, "gains": stage_gains(results, "validation"), "scored": scored}
 
     # -- training on text
 
@@ -155,12 +171,12 @@ class _RunMaker:
         lines = [json.loads(line) for line in (self.run / "metrics.jsonl").read_text().splitlines()]
         return [line for line in lines if line["stage"] == stage]
 
-    def finish(self, facts: Mapping[str, Any]) -> None:
+    def finish(self, facts: Mapping[str, Any], evaluation: Mapping[str, Any]) -> None:
         stages: dict[str, Any] = {"init": {"parameters": 3_886_272}, "corpus": {"code": {"train": 11_930_394}}}
         for name, *_ in TEXT:
             stages[name] = {"steps": len(self.lines(name))}
-        stages["rl"] = dict(facts)
-        self.saved["rl"] = self.time + 2
+        stages |= {"rl": dict(facts), "evaluation": dict(evaluation)}
+        self.saved["evaluation"] = self.time + 2
         state = {
             name: {"done": True, "saved": written(self.saved[name]), "facts": values} for name, values in stages.items()
         }
@@ -224,10 +240,7 @@ class _RunMaker:
             task = self.held_out[slot.task.partition("/")[2]]
             self.finish_slot(evaluations, slot, self.layout.evaluation_traces, task, step)
         found = held_out.results(evaluations, step)
-        sets = {name: statistics.summarise(held_out.subset(found, f"{name}/")) for name in ("fresh", "unseen")}
-        kept = ("tasks", "solved", "solved_low", "solved_high")
-        by_set = {f"set/{name}/{key}": part[key] for name, part in sets.items() for key in kept}
-        self.log("rl", step, evaluation=True, **statistics.summarise(found), **by_set)
+        self.log("rl", step, evaluation=True, **statistics.summarise(found))
 
     def finish_slot(self, slots: RolloutQueue, slot: Slot, directory: Path, task: str, version: int) -> None:
         solved = self.random.random() < self.skill(version, task)
@@ -367,14 +380,18 @@ ARRAYS = ("tokens", "sampled", "logprobs", "raw_logprobs", "versions")
 RECIPE = """\
 name = "nano"
 seed = 0
-stages = ["init", "corpus", "pretrain", "mtp", "extend", "sft", "rl"]
+stages = ["init", "corpus", "pretrain", "mtp", "extend", "sft", "rl", "evaluation"]
 
 [[tasks.build]]
 name = "train"
 source = "nano"
 
 [[tasks.build]]
-name = "fresh"
+name = "validation"
+source = "nano"
+
+[[tasks.build]]
+name = "new"
 source = "nano"
 
 [[tasks.build]]
@@ -390,6 +407,10 @@ tasks = "train"
 steps = {steps}
 group_size = {size}
 groups_per_step = 2
+
+[evaluation]
+validation = "validation"
+test = ["new", "unseen"]
 """
 
 TEXT = (  # stage, steps, last and first loss

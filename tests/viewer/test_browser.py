@@ -94,7 +94,7 @@ ROUTES = {
     "group": "#/group/training/1",
     "rollout": "#/rollout/training/1/1/1",
     "tokens": "#/rollout/training/1/0/1?view=tokens",
-    "task": "#/task/fresh/nano-unseen-000000",
+    "task": "#/task/validation/nano-unseen-000000",
 }
 
 
@@ -148,22 +148,25 @@ FAULTS = """() => {
 def test_the_first_screen_shows_model_outcome_and_times(browser: Any, run: Path) -> None:
     with serving(run) as address, opened(browser, address) as page:
         lead = page.inner_text(".lead")
-        assert "787k parameters (qwen3, 6 layers), trained in 7 stages in" in lead
+        assert "787k parameters (qwen3, 6 layers), trained in 8 stages in" in lead
         outcome = page.locator(".outcome")
-        assert "3 held-out tasks, 2 sessions each." in outcome.inner_text()
-        assert [text.split("\n")[0] for text in outcome.locator("tbody th").all_inner_texts()] == [
-            "all tasks",
-            "fresh",
-            "unseen",
-            "best of 2",
+        text = outcome.inner_text()
+        assert "The model after rl, against sft, the best earlier model on validation:" in text
+        assert "Scored in this run: validation 2 times, new 2 times, unseen 2 times." in text
+        assert outcome.locator(".panel").count() == 3
+        labels = [each.get_attribute("aria-label") for each in outcome.locator(".panel").all()]
+        assert [label.split(",")[0] for label in labels] == [
+            f"{name}: tasks solved on average" for name in ("validation", "new", "unseen")
         ]
-        assert page.locator(".stages li").count() == 7
+        assert outcome.locator(".panel .within").count() == 3 * 2 * 2, "an interval of average and best for each model"
+        assert outcome.locator(".gains tbody tr").count() == 3
+        assert page.locator(".stages li").count() == 8
         assert page.locator(".stages .took").all_inner_texts()[-1].endswith("s")
-        bottom = page.evaluate("document.querySelector('.stages').getBoundingClientRect().bottom")
-        assert bottom < 900, "all of it on one screen"
+        bottom = page.evaluate("document.querySelector('.panels').getBoundingClientRect().bottom")
+        assert bottom < 900, "the picture is on the first screen"
         titles = page.locator("figure.chart h3").all_inner_texts()
         assert titles[:5] == ["pretrain", "mtp", "extend", "sft", "extend: loss by position"]
-        assert "Held-out success by set" in titles
+        assert "Validation" in titles
         empty = page.evaluate("""() => [...document.querySelectorAll(".chart")].filter((chart) =>
           !chart.querySelector("path, rect, circle")).map((chart) => chart.textContent)""")
         assert empty == []

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from etude.runs.layout import RunLayout
 from etude.viewer.api import RunApi
 from etude.viewer.chart_data import training_curve
-from etude.viewer.overview import ActivityClock, curve_change, outcome, read_model, stage_results, stage_times
+from etude.viewer.overview import ActivityClock, curve_change, read_model, stage_results, stage_times
+from etude.viewer.stage_outcome import stage_outcome
 
 HOUR = 3600.0
 
@@ -36,8 +38,17 @@ def test_the_first_screen_has_model_stages_and_outcome(run: Path) -> None:
     ends = [each["start"] + each["seconds"] for each in data["stages"]]
     assert [each["start"] for each in data["stages"]] == [0.0, *ends[:-1]], "each begins where the one before ended"
     assert all(each["seconds"] > 0 for each in data["stages"])
-    assert [row["name"] for row in data["outcome"]["rows"]] == ["all", "fresh", "unseen", "best"]
-    assert (data["outcome"]["tasks"], data["outcome"]["sessions"], data["outcome"]["steps"]) == (3, 2, [0, 3])
+    assert by_name["rl"]["measure"] == "validation tasks solved"
+    assert by_name["evaluation"]["did"] == "measured the models of sft, rl"
+    outcome = data["outcome"]
+    assert [(each["name"], each["tasks"], each["sessions"], each["k"]) for each in outcome["sets"]] == [
+        (name, 3, 2, 2) for name in ("validation", "new", "unseen")
+    ]
+    assert [row["model"] for row in outcome["rows"]] == ["sft", "rl"]
+    assert [(gain["model"], gain["against"], gain["set"]) for gain in outcome["gains"]] == [
+        ("rl", "sft", name) for name in ("validation", "new", "unseen")
+    ]
+    assert outcome["scored"] == {"validation": 2, "new": 2, "unseen": 2}
 
 
 # ------------------------------------------------------------------------------------------- time
@@ -102,48 +113,44 @@ def test_the_loss_by_position_has_its_first_and_last_evaluation() -> None:
     assert curve["by_position"] == [[3.0, 2.0], [2.0, 1.0]]
 
 
-FIRST = {"step": 0, "tasks": 72, "samples": 288, "solved": 0.23, "solved_low": 0.16, "solved_high": 0.3, "best/4": 0.49}
-LAST = FIRST | {"step": 12, "solved": 0.43, "solved_low": 0.35, "solved_high": 0.52, "best/4": 0.64}
-RISE = {"from": 0, "to": 12, "solved": 0.2, "solved_low": 0.13, "solved_high": 0.29, "best/4": 0.15}
+FIGURES = {"tasks": 72, "samples": 288, "solved": 0.23, "solved_low": 0.16, "solved_high": 0.3, "best/4": 0.49}
 
 
-def test_the_change_is_the_runs_own_paired_comparison() -> None:
-    data = outcome([FIRST, LAST], {"rise": RISE}, {})
+def scored(model: str, task_set: str, **values: Any) -> dict[str, Any]:
+    return line("evaluation", 0, 0.0, model=model, set=task_set, **FIGURES, **values)
+
+
+def test_a_run_without_rl_has_the_same_picture(tmp_path: Path) -> None:
+    records = [scored("base", "validation"), scored("base", "unseen"), scored("sft", "validation")]
+    data = stage_outcome(RunLayout(tmp_path), records, {}, {})
     assert data is not None
-    everything, best = data["rows"]
-    assert everything["change"] == {"at": 0.2, "low": 0.13, "high": 0.29}
-    assert (best["of"], best["before"]["at"], best["after"]["at"], best["change"]["at"]) == (4, 0.49, 0.64, 0.15)
-    middle = {**LAST, "step": 6}
-    going = outcome([FIRST, middle], {"rise": RISE}, {})
-    assert going is not None
-    assert going["rows"][0]["change"] is None, "that comparison is of another evaluation"
-    once = outcome([FIRST], {}, {})
-    assert once is not None
-    assert (once["rows"][0]["before"], once["steps"]) == (None, [0])
-    assert outcome([], {}, {}) is None
-    assert outcome([{"step": 0, "tasks": 0, "samples": 0}], {}, {}) is None, "every task was given up"
+    assert [list(row["sets"]) for row in data["rows"]] == [["validation", "unseen"], ["validation"]], "while it runs"
+    assert (data["gains"], data["scored"]) == ([], {})
+    assert data["rows"][0]["sets"]["unseen"]["best"]["at"] == 0.49
+    assert stage_outcome(RunLayout(tmp_path), [line("rl", 0, 0.0, evaluation=True, solved=0.3)], {}, {}) is None
 
 
-def test_task_sets_are_described_by_their_recipe_entry() -> None:
-    sets = {"set/unseen/tasks": 36, "set/unseen/solved": 0.2, "set/fresh/tasks": 36, "set/fresh/solved": 0.6}
+def test_task_sets_are_described_by_their_recipe_entry(tmp_path: Path) -> None:
     builds = [
         {"name": "train", "source": "nano", "split": "train"},
-        {"name": "fresh", "source": "nano", "seed": 9},
+        {"name": "new", "source": "nano", "seed": 9},
         {"name": "unseen", "source": "nano", "split": "unseen"},
         {"name": "other", "path": "/somewhere"},
     ]
-    recipe = {"tasks": {"build": builds}, "rl": {"tasks": "train"}}
-    data = outcome([FIRST | sets, LAST | sets], {}, recipe)
+    recipe = {"tasks": {"build": builds}, "rl": {"tasks": "train"}, "evaluation": {"validation": "/tasks/other"}}
+    records = [scored("base", name) for name in ("other", "new", "unseen")]
+    data = stage_outcome(RunLayout(tmp_path), records, {}, recipe)
     assert data is not None
-    kinds = {row["name"]: row.get("kind") for row in data["rows"]}
-    assert kinds["fresh"] == "new tasks of kinds it trained on"
-    assert kinds["unseen"] == "tasks of kinds it never trained on"
-    assert list(kinds) == ["all", "fresh", "unseen", "best"], "in the recipe's order"
+    assert {each["name"]: (each["kind"], each["test"]) for each in data["sets"]} == {
+        "other": ("", False),
+        "new": ("new tasks of kinds that are trained on", True),
+        "unseen": ("kinds that are never trained on", True),
+    }
 
 
 def test_stages_of_a_malformed_recipe_are_still_shown() -> None:
     made = {"tasks": 1000, "demonstrations": 320}
     stages = [stage("rl"), stage("tasks", train=made, odd=3), stage("base"), stage("new")]
-    data = stage_results(stages, {"rl": 3, "base": []}, [], None)
+    data = stage_results(stages, {"rl": 3, "base": []}, [], [])
     assert [each["did"] for each in data] == ["", "1\u202f000 train (and 320 demonstrations)", "", ""]
     assert json.dumps(data)

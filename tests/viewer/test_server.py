@@ -56,7 +56,7 @@ def test_a_run_has_its_stages_curves_and_evaluations(run: Path) -> None:
     assert data["name"] == "nano"
     assert data["status"]["state"] == "finished"
     assert data["problems"] == []
-    assert [stage["name"] for stage in data["stages"]] == ["init", "corpus", *TEXT_STAGES, "rl"]
+    assert [stage["name"] for stage in data["stages"]] == ["init", "corpus", *TEXT_STAGES, "rl", "evaluation"]
     curve = data["training"][0]
     assert (curve["stage"], curve["steps"]) == ("pretrain", 300)
     assert curve["curve"]["x"] == sorted(curve["curve"]["x"])
@@ -119,8 +119,8 @@ def test_a_task_shows_its_instruction_files_and_solve_rate_over_time(run: Path) 
 def test_a_moved_run_still_shows_its_generated_tasks(copy: Path) -> None:
     lists = json.loads(RunLayout(copy).tasks.read_text())
     name, directory = next(iter(lists["held_out"].items()))
-    shutil.copytree(directory, copy / "artefacts/tasks-fresh/one")
-    lists["held_out"][name] = "/gone/runs/nano/artefacts/tasks-fresh/one"
+    shutil.copytree(directory, copy / "artefacts/tasks-new/one")
+    lists["held_out"][name] = "/gone/runs/nano/artefacts/tasks-new/one"
     RunLayout(copy).tasks.write_text(json.dumps(lists))
     assert ask(copy, f"task/{name}")["instruction"]
     lists["held_out"][name] = "/gone/artefacts/../../one"
@@ -245,7 +245,7 @@ def test_a_run_without_reinforcement_learning_has_a_page(copy: Path) -> None:
     data = ask(copy, "run")
     assert data["rl"] is None
     assert [curve["stage"] for curve in data["training"]] == TEXT_STAGES
-    assert data["outcome"] is None
+    assert [row["model"] for row in data["outcome"]["rows"]] == ["sft"]
     assert ask(copy, "rollouts")["rollouts"]["count"] == 0
     assert ask(copy, "tasks")["tasks"] == []
 
@@ -300,7 +300,9 @@ def test_a_directory_of_runs_is_a_list_and_each_has_its_pages(run: Path, tmp_pat
     assert b'data-mode="runs"' in http.get("/").content
     data = http.get("/api/runs").json()["runs"]
     assert [each["directory"] for each in data] == ["one", "two & a half"]
-    assert data[0]["after"]["step"] == 3
+    gain = data[0]["gain"]
+    assert (gain["model"], gain["against"], gain["set"]) == ("rl", "sft", "new")
+    assert gain["low"] <= gain["at"] <= gain["high"]
     assert http.get("/run/one", follow_redirects=False).headers["location"] == "/run/one/"
     assert b'data-mode="run-of-many"' in http.get("/run/one/").content
     assert http.get("/run/two%20%26%20a%20half/api/run").json()["name"] == "nano"

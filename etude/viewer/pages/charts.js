@@ -371,18 +371,3 @@ export function dumbbell(before, after, {low = 0, high = 1, width = 150, height 
   if (isNumber(after)) parts.push(s("circle.after", {cx: x(after), cy: y, r: 4.5}));
   return s("svg.dumbbell", {width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label}, parts);
 }
-
-// Two fractions with their intervals on a common scale from 0 to 1: {at, low, high}.
-export function ranges(before, after, {width = 240, height = 30, label = ""} = {}) {
-  const x = scale(0, 1, 6, width - 6);
-  const inside = (value) => round(x(Math.max(0, Math.min(1, value))));
-  const rails = [0, 0.5, 1].map((share) => s("line.rail", {x1: x(share), x2: x(share), y1: 0, y2: height}));
-  const mark = (range, kind, y) => (range && isNumber(range.at) ? [
-    isNumber(range.low) ?
-      s("line", {class: `within ${kind}`, x1: inside(range.low), x2: inside(range.high), y1: y, y2: y}) : null,
-    s("circle", {class: kind, cx: inside(range.at), cy: y, r: kind === "after" ? 5 : 4}),
-  ] : []);
-  const [upper, lower] = before ? [height * 0.3, height * 0.7] : [0, height / 2];
-  return s("svg.dumbbell", {width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label},
-    rails, mark(before, "before", upper), mark(after, "after", lower));
-}

@@ -19,7 +19,7 @@ export function learningSection(rl) {
   if (!heads.length) return appendAll(section, [h("p.muted", "No step is finished yet.")]);
   appendAll(section, [h("div.grid.two", heads)]);
   if (steps.known) {
-    const charts = [bySet(rl.evaluations), ...CHARTS.map((make) => make(steps))];
+    const charts = CHARTS.map((make) => make(steps));
     appendAll(section, [categories(steps, rl.evaluations), h("div.grid", charts), behaviours(steps)]);
   }
   return section;
@@ -104,32 +104,13 @@ function heldOut(tests) {
   const numbers = take("step");
   const samples = integer((last.samples ?? 0) / (last.tasks || 1));
   return chart({
-    title: "Held-out success",
-    caption: `${plural(last.tasks ?? 0, "task")} that were never trained on, ${samples} sessions each. ` +
+    title: "Validation",
+    caption: `${plural(last.tasks ?? 0, "task")} that were never trained on, ${samples} sessions each; for choices. ` +
       "Bands are 95 % intervals over tasks.",
     wide: true, x: stepAxis(numbers), y: WHOLE_SHARE, layers,
     open: toStep(numbers, "evaluation"), openHint: "click for these rollouts",
   });
 }
-
-function bySet(tests) {
-  const last = tests.at(-1) ?? {};
-  const names = Object.keys(last).map((key) => /^set\/(.*)\/solved$/.exec(key)?.[1]).filter(Boolean);
-  if (names.length < 2) return null;
-  const take = (key) => tests.map((test) => test[key] ?? null);
-  const layers = names.flatMap((name, at) => [
-    band(`95 % interval of ${name}`, take(`set/${name}/solved_low`).map(clampShare),
-      take(`set/${name}/solved_high`).map(clampShare), SET_TONES[at % SET_TONES.length]),
-    line(name, take(`set/${name}/solved`), SET_TONES[at % SET_TONES.length], {dots: 60, labelled: true}),
-  ]);
-  const numbers = take("step");
-  return chart({
-    title: "Held-out success by set", caption: "Average of each set of tasks, with its 95 % interval.",
-    x: stepAxis(numbers), y: WHOLE_SHARE, layers, open: toStep(numbers, "evaluation"),
-  });
-}
-
-const SET_TONES = [2, 5, 4, 6];
 
 function rewards(steps) {
   const layers = lines(steps, {reward: ["average", 1], reward_best: ["best of group", 3]});
@@ -297,7 +278,7 @@ function categories(steps, tests) {
       changeCell(tests.length > 1 ? before : null, after), h("td.end.muted", isNumber(tasks) ? integer(tasks) : ""));
   });
   const heads = [["Category"], ["Solved in training: first half of the steps → second"], ["rollouts", "end"],
-    ["Held-out tasks solved: first evaluation → last"], ["tasks", "end"]];
+    ["Validation tasks solved: first → last"], ["tasks", "end"]];
   return h("div.block", h("h3", "By category"), h("div.scroll", h("table.plain.categories",
     h("caption.unseen", "By category"),
     h("thead", h("tr", heads.map(([name, end]) => h("th", {scope: "col", class: end}, name)))),

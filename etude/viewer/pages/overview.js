@@ -1,10 +1,10 @@
-// The first screen of a run: the model, held-out success before and after RL, and the result of every stage.
+// The first screen of a run: the model, what each stage did to its solve rate, and the result of every stage.
 
-import {ranges} from "./charts.js";
-import {fixed, h, isNumber, percent, plural, seconds, short, signed, integer, when, clampShare} from "./dom.js";
+import {fixed, h, isNumber, percent, plural, seconds, short, integer, when} from "./dom.js";
+import {outcome} from "./outcome.js";
 
 export function hero(run) {
-  return h("div.hero", h("h1", run.name), h("p.lead", lead(run)), run.outcome ? outcome(run) : figures(run));
+  return h("div.hero", h("h1", run.name), h("p.lead", lead(run)), run.outcome ? outcome(run.outcome) : figures(run));
 }
 
 // ------------------------------------------------------------------------------------------- lead sentence
@@ -50,74 +50,6 @@ function figures(run) {
     shown.push(figure(change(rewards[0], rewards.at(-1), (value) => fixed(value)), "reward, first step and last"));
   }
   return shown.length ? h("div.figures", shown) : null;
-}
-
-// ------------------------------------------------------------------------------------------- held-out success
-
-const points = (value) => signed(100 * value, 0);
-const bounds = (range, word) => `${word(range.low)} to ${word(range.high)}`;
-
-// Names of the first and last evaluation. The first is of the checkpoint that RL started from, not of the base model.
-function evaluationNames(run) {
-  const [first, last] = run.outcome.steps;
-  const before = run.stages.slice(0, run.stages.findIndex((stage) => stage.name === "rl"));
-  const start = before.filter((stage) => isNumber(stage.after)).at(-1)?.name;
-  const finished = run.stages.some((stage) => stage.name === "rl" && stage.done);
-  return [first === 0 ? (start ? `after ${start}, before RL` : "before RL") : `RL step ${first}`,
-    finished ? "after RL" : `RL step ${last}`];
-}
-
-function outcome(run) {
-  const data = run.outcome;
-  const [all] = data.rows;
-  const twice = data.steps.length > 1;
-  const gain = all.change && isNumber(all.change.low) ? all.change : null;
-  const note = gain ? `${points(gain.at)} points; 95 % interval ${bounds(gain, points)}` : interval(all.after);
-  const [first, last] = evaluationNames(run);
-  const when = twice ? [`${first} → `, h("b", last)] : `evaluated at RL step ${data.steps[0]}`;
-  const size = `${plural(data.tasks, "held-out task")}, ${plural(data.sessions, "session")} each.`;
-  const note95 = gain ? " Intervals are over tasks: they show how much the figure would vary with other such tasks." :
-    " Intervals are 95 %, over tasks.";
-  return h("section.outcome", {"aria-labelledby": "outcome"},
-    h("div", h("h2.unseen", {id: "outcome"}, "Outcome"),
-      figure(change(all.before?.at, all.after.at, (value) => percent(value)),
-        ["of held-out tasks solved,", h("br"), when], note, "main"),
-      h("p.fine", h("b", size), note95, first.startsWith("after ") ? " The base model is not evaluated here." : "")),
-    table(data, first.split(", ").at(-1), last));
-}
-
-function interval(range) {
-  return isNumber(range.low) ? `95 % interval ${bounds(range, (value) => percent(clampShare(value)))}` : "";
-}
-
-function rowLabel(row) {
-  if (row.name === "all") return ["all tasks", `${integer(row.tasks)}, mean over sessions`];
-  if (row.name === "best") return [`best of ${row.of}`, `solved by at least one of ${row.of} sessions`];
-  return [row.name, `${integer(row.tasks)} ${row.kind || "tasks"}`];
-}
-
-function table(data, first, last) {
-  const shares = [0, 0.5, 1];
-  const short = (name) => name.replace(/ RL$/, "");
-  const rows = data.rows.map((row) => {
-    const [name, kind] = rowLabel(row);
-    const {before, after, change: gain} = row;
-    const values = change(before?.at, after.at, (value) => percent(value));
-    const sure = gain && isNumber(gain.low) && gain.low > 0;
-    const text = gain ? [h("b", points(gain.at)), isNumber(gain.low) ? ` (${bounds(gain, points)})` : "",
-      isNumber(gain.low) && !sure && gain.high > 0 ? h("span.chance", "may be chance") : null] : interval(after);
-    return h("tr", {class: row.name === "best" ? "apart" : null},
-      h("th", {scope: "row"}, name, h("span.kind", kind)),
-      h("td.picture", ranges(before, after, {label: `${name}, ${first} and ${last}`})),
-      h("td.values", values), h("td.gain", {class: sure ? "sure" : null}, text));
-  });
-  const axis = h("span.shares", {"aria-hidden": "true"}, shares.map((share) => h("i", percent(share))));
-  return h("div.scroll", h("table.ranges", h("caption.unseen", `Held-out tasks solved, ${first} and ${last}`),
-    h("thead", h("tr", h("th", {scope: "col"}, h("span.unseen", "Tasks")), h("th.picture", {scope: "col"}, axis,
-      h("span.unseen", "picture")), h("th", {scope: "col"}, 
-      data.steps.length > 1 ? [h("i.mark.before"), `${short(first)} → `, h("i.mark.after"), short(last)] : "solved"),
-    h("th", {scope: "col"}, data.rows.some((row) => row.change) ? "points gained (95 %)" : ""))),
-    h("tbody", rows)));
 }
 
 // ------------------------------------------------------------------------------------------- stages

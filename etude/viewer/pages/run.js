@@ -1,7 +1,7 @@
 // The page of a run: overview, stages, charts, processes, facts and recipe; and the list of runs.
 
 import {fetchData} from "./data.js";
-import {ago, foldable, h, percent, plural, setChildren, short, when, integer, humanize} from "./dom.js";
+import {ago, foldable, h, isNumber, plural, setChildren, short, signed, when, integer, humanize} from "./dom.js";
 import {learningSection} from "./learning.js";
 import {hero, stageList} from "./overview.js";
 import {trainingSection} from "./training.js";
@@ -114,7 +114,7 @@ export async function runsPage() {
   const container = h("div");
   const update = async () => {
     const {runs} = await fetchData("runs");
-    const heads = [["Run"], ["State"], ["Stages"], ["Held-out, before RL → after RL", "end"], ["Changed", "end"]];
+    const heads = [["Run"], ["State"], ["Stages"], ["Last model against best earlier", "end"], ["Changed", "end"]];
     setChildren(container, h("div.hero", h("h1", "Runs"), h("p.lead", plural(runs.length, "run"), ".")),
       plainTable("Runs", runs.map(runRow),
         h("tr", heads.map(([name, end]) => h("th", {scope: "col", class: end}, name)))));
@@ -132,7 +132,9 @@ export async function runsPage() {
 
 function runRow(run) {
   const done = run.stages.filter((stage) => stage.done).length;
-  const both = run.before && run.after;
+  const gain = run.gain ? `${run.gain.set} ${signed(100 * run.gain.at, 0)} points` : "";
+  const points = (share) => signed(100 * share, 0);
+  const interval = isNumber(run.gain?.low) ? ` (${points(run.gain.low)} to ${points(run.gain.high)})` : "";
   return h("tr",
     h("th", {scope: "row"}, h("a", {href: `/run/${encodeURIComponent(run.directory)}/`}, run.directory),
       run.name !== run.directory ? h("span.muted", ` ${run.name}`) : null),
@@ -140,6 +142,6 @@ function runRow(run) {
       run.problems.length ? h("span.tag.bad", {title: run.problems.join("; ")}, "damaged") : null),
     h("td", h("span.beads", {role: "img", "aria-label": `${done} of ${run.stages.length} stages done`},
       run.stages.map((stage) => h("i", {class: stage.done ? "yes" : "open", title: stage.name})))),
-    h("td.end", both ? `${percent(run.before.solved)} → ${percent(run.after.solved)}` : ""),
+    h("td.end", gain, interval),
     h("td.end.muted", run.changed ? when(run.changed) : ""));
 }
