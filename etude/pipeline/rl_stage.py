@@ -346,7 +346,11 @@ def _lines(settings: RlSettings, prompts: int, held_out: int) -> Iterator[str]:
         f"{groups * settings.group_size:,} rollouts, at most {settings.in_flight} at once, tokens at most "
         f"{settings.max_staleness} steps old"
     )
-    yield f"{groups:,} of {prompts:,} prompts, each trained on once"
+    if settings.informative_groups:
+        most = min(prompts, settings.steps * settings.groups_limit)
+        yield f"{groups:,} groups whose rewards differ, from at most {most:,} of {prompts:,} prompts, each used once"
+    else:
+        yield f"{groups:,} of {prompts:,} prompts, each trained on once"
     if (evaluation := settings.evaluation) is not None:
         sessions = f"{evaluation.samples} sessions on each of {held_out:,} held-out tasks"
         yield f"{evaluation_count(settings)} evaluations, each {sessions}"

@@ -9,7 +9,7 @@ restarted run continues as it would have.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -151,15 +151,14 @@ class Curriculum:
 
     def exhausted(self, queue: RolloutQueue) -> str:
         """Return why there can be no further step; "" while there can."""
-        groups = queue.progress()
-        unused = len(self.tasks.keys() - {group.task for group in groups})
-        left = unused + sum(group.step is None and not group.dropped for group in groups)
+        groups, outstanding = queue.progress(), queue.outstanding()
+        left = len(self.tasks.keys() - {group.task for group in groups}) + outstanding
         if left >= queue.settings.groups_per_step:
             return ""
-        ended = Counter("dropped" if g.dropped else "trained" for g in groups if g.dropped or g.step is not None)
+        dropped = sum(bool(group.dropped) for group in groups)
         return (
-            f"the prompts are exhausted: of {len(self.tasks)} tasks {ended['trained']} were trained on and "
-            f"{ended['dropped']} dropped; the {left} left do not fill a step of {queue.settings.groups_per_step}"
+            f"the prompts are exhausted: of {len(self.tasks)} tasks {len(groups) - dropped - outstanding} were trained "
+            f"on and {dropped} dropped; the {left} left do not fill a step of {queue.settings.groups_per_step}"
         )
 
 

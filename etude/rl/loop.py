@@ -96,13 +96,15 @@ def learn(loop: RlLoop) -> None:
             break
         loop.report_status(state="working", step=step)
         groups = score_groups(loop, groups, step + 1)
-        sequences = build_training_sequences(loop, groups)
+        # Only groups that are alike can have waited longer: the trainer went back to a checkpoint meanwhile.
+        fresh = [group for group in groups if step - group.oldest_step <= settings.max_staleness]
+        sequences = build_training_sequences(loop, fresh)
         (batches,) = pack(
             sequences, trainer.model.config, length=settings.length, rows=settings.rows, padding=loop.padding
         )
         # Divided by a constant, so that neither long rollouts nor long steps count less.
         divisor = settings.groups_per_step * settings.group_size * settings.loss_tokens
-        result = trainer.step(batches, loop.objective, schedule.factor(step), divisor)
+        result = trainer.step(batches, loop.objective, schedule.factor(step) * step_scale(settings, groups), divisor)
         check_finite(loop, result, step + 1)
         mismatch = loop.objective.mismatch(loop.version)
         loop.queue.mark_trained(groups, step + 1)
@@ -124,7 +126,7 @@ def wait_for_groups(loop: RlLoop, step: int) -> tuple[list[ReadyGroup] | None, d
     last = time.monotonic()
     while True:
         blocker = loop.blocked_by() or store_blocker(loop)
-        groups = None if blocker else loop.queue.take(step)
+        groups = None if blocker else take_groups(loop, step)
         now = time.monotonic()
         if groups is not None or (not blocker and prompts_exhausted(loop)):
             return groups, waited
@@ -143,6 +145,30 @@ def wait_for_groups(loop: RlLoop, step: int) -> tuple[list[ReadyGroup] | None, d
             raise RlStalled(f"the trainer has waited {loop.settings.stall_s:.0f} s for groups: {waiting_for}")
         loop.report_status(state="waiting", step=step, waiting_for=waiting_for)
         time.sleep(POLL_S)
+
+
+def take_groups(loop: RlLoop, step: int) -> list[ReadyGroup] | None:
+    """Return the groups of the next step, or None if there are not enough yet."""
+    if not loop.settings.informative_groups:
+        return loop.queue.take(step)
+    return loop.queue.take(step, lambda group: is_informative(*score_groups(loop, [group], step + 1)))
+
+
+def is_informative(group: ReadyGroup) -> bool:
+    """Return whether the rewards of a group differ. If they are all alike, its policy gradient is exactly zero."""
+    totals = [float(slot.record["total"]) for slot in group.slots]
+    return min(totals) < max(totals)
+
+
+def step_scale(settings: RlSettings, groups: Sequence[ReadyGroup]) -> float:
+    """Return the factor of a step's learning rate: the share of its informative groups in `groups_per_step`.
+
+    Adam divides the gradient by its own recent size: where most steps have little signal, the constant divisor of the
+    loss cancels out, and a step with one informative group would move the weights as far as one full of them.
+    """
+    if not settings.informative_groups:
+        return 1.0
+    return min(1.0, sum(map(is_informative, groups)) / settings.groups_per_step)
 
 
 def store_blocker(loop: RlLoop) -> str:
@@ -288,6 +314,7 @@ def step_facts(
         **({"store_problem": loop.publisher.problem} if loop.publisher.problem else {}),
         "alarms": mismatch_alarms(mismatch, loop.settings),
         "groups": [group.id for group in groups],
+        "step_scale": step_scale(loop.settings, groups),
         "version": loop.version,
         "values": result.metrics,
         "gradient_norm": result.gradient_norms["model"],

@@ -54,6 +54,7 @@ def rollout_facts(groups: Sequence[ReadyGroup]) -> Facts:
         "reward_best": float(np.mean([max(group) for group in totals])),
         # Groups of equal rewards: all advantages are 0, so they have no gradient.
         "groups_alike": float(np.mean([min(group) == max(group) for group in totals])),
+        "informative": float(np.mean([min(group) < max(group) for group in totals])),
         "hacks": sum(bool(reward.get("hack")) for reward in rewards),
     }
     solved = [[bool(slot.record.get("solved")) for slot in group.slots] for group in groups]
@@ -124,6 +125,7 @@ def trainer_facts(step_facts: Mapping[str, Any]) -> Facts:
     """Return the trainer's facts of its step under the names of the metrics."""
     names = (
         "gradient_norm",
+        "step_scale",
         "store_problem",
         "clipped",
         *MISMATCHES,
@@ -195,6 +197,7 @@ def progress_line(facts: Mapping[str, Any]) -> str:
         ("reward", "reward {:.3f}"),
         ("solved", "solved {:.0%}"),
         ("solved_best", "best {:.0%}"),
+        ("informative", "informative {:.0%}"),
         ("staleness_max", "stale {}"),
         ("mismatch_numerics_p99", "mismatch {:.2g} numerics"),
         ("mismatch_staleness_p99", "{:.2g} staleness"),

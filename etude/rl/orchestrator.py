@@ -246,10 +246,9 @@ class Orchestrator:
         asynchronous loop becomes synchronous.
         """
         trained = self.queue.last_step()  # briefly larger than `step`, until the step's facts are written
-        left = (self.settings.steps - max(step, trained)) * self.settings.groups_per_step - self.queue.outstanding()
         fresh = trained == step and self.samplers_have(step)
-        wanted = min(self.queue.groups_to_start(fresh=fresh), left)
-        if wanted <= 0:
+        wanted = self.queue.groups_to_start(fresh=fresh, steps_left=self.settings.steps - max(step, trained))
+        if not wanted:
             return
         draw = self.curriculum.next(self.queue, wanted, step / self.settings.steps)
         self.queue.add(draw.prompts)

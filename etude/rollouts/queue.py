@@ -3,15 +3,17 @@
     queued -> starting -> running -> grading -> ready -> trained
        ^---------'----------'----------'   dead worker, expired lease, failed verifier: requeued, never a reward
 
-The slots of one prompt form a group; a prompt is used once. A claim has an attempt number that later reports must
-carry, so a duplicate report, or one from a worker whose lease expired, changes nothing. The current time and policy
-step are arguments, so that a simulation can run years of operation in a second. Workers claim and report, the trainer
-takes groups and marks them as trained, and `reconcile` requeues what was lost.
+The slots of one prompt form a group. A group whose rewards are all alike has no gradient: the trainer judges complete
+groups when it takes a step, and those alike are consumed with the step without counting towards its size. A claim has
+an attempt number that later reports must carry, so a duplicate report, or one of an expired lease, changes
+nothing. The current time and policy step are arguments, so that a simulation can run years of operation in a second.
+Workers claim and report, the trainer takes groups and marks them as trained, and `reconcile` requeues what was lost.
 """
 
 import json
+import math
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,9 +22,13 @@ from typing import Any, Literal
 from etude.errors import EtudeError, InputError
 from etude.rollouts.queue_schema import FIRST_VERSION, LAST_VERSION, OLDEST_STEP, SCHEMA, SHARED_STEP
 from etude.rollouts.settings import QueueSettings
+from etude.rollouts.step_choice import GroupAge, choose_groups
 
 SlotState = Literal["queued", "starting", "running", "grading", "ready"]
 IN_FLIGHT = "state IN ('starting', 'running', 'grading')"
+# Groups that may still be trained on.
+OUTSTANDING = "step IS NULL AND dropped IS NULL AND informative IS NOT 0"
+SHARE_STEPS = 8  # policy steps' worth of judged groups that the informative share is measured on
 IncidentKind = Literal["failed", "lost", "stale", "dropped"]
 
 
@@ -122,6 +128,8 @@ class RolloutQueue:
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute(f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
         self._db.executescript(SCHEMA)
+        if "informative" not in [row["name"] for row in self._db.execute("PRAGMA table_info(groups)")]:
+            raise InputError(f"{path} was made by an older version of Etude; go on with that one, or start another run")
         self._check_group_size()
 
     @classmethod
@@ -161,25 +169,47 @@ class RolloutQueue:
     # ------------------------------------------------------------------------------------------ adding groups
 
     def outstanding(self) -> int:
-        """Return how many groups were started and neither trained nor dropped."""
-        return int(self._scalar("SELECT COUNT(*) FROM groups WHERE step IS NULL AND dropped IS NULL"))
+        """Return how many groups were started and neither consumed, dropped, nor found to be alike."""
+        return int(self._scalar(f"SELECT COUNT(*) FROM groups WHERE {OUTSTANDING}"))
 
-    def groups_to_start(self, *, fresh: bool = True) -> int:
-        """Return how many new groups to start.
+    def informative_share(self) -> float:
+        """Return the share of informative groups among those judged last; 1 before any is judged.
 
-        While the samplers do not have the weights of the last step yet (not `fresh`), the limit is lower by the
+        One step of informative groups is counted in addition, so that a few groups do not make an estimate of 0.
+        """
+        size = self.settings.groups_per_step
+        judged, informative = self._db.execute(
+            """SELECT COUNT(*), COALESCE(SUM(informative), 0) FROM (
+                   SELECT informative FROM groups WHERE informative IS NOT NULL ORDER BY id DESC LIMIT ?)""",
+            (SHARE_STEPS * size,),
+        ).fetchone()
+        return (informative + size) / (judged + size)
+
+    def groups_to_start(self, *, fresh: bool = True, steps_left: int | None = None) -> int:
+        """Return how many new groups to start, with at most `steps_left` policy steps to come.
+
+        So many that the expected number of informative ones fills the next step and the prefetched ones. If all of them
+        turn out to be informative, none may become too stale: never more than those of 1 + max_staleness steps.
+        While the samplers do not have the weights of the last step yet (not `fresh`), both limits are lower by the
         groups of one step: groups started then would be one step staler, and others are in flight meanwhile.
         """
-        limit = self.settings.max_outstanding_groups - (0 if fresh else self.settings.groups_per_step)
-        return max(0, limit - self.outstanding())
+        size, late = self.settings.groups_per_step, 0 if fresh else self.settings.groups_per_step
+        useful = self.settings.max_outstanding_groups - late
+        if steps_left is not None:
+            useful = min(useful, steps_left * size)
+        ready = int(self._scalar(f"SELECT COUNT(*) FROM groups WHERE {OUTSTANDING} AND informative"))
+        expected = ready + math.ceil(max(0, useful - ready) / self.informative_share())
+        return max(0, min(expected, (1 + self.settings.max_staleness) * size - late) - self.outstanding())
 
-    def add(self, tasks: Iterable[tuple[str, float]]) -> int:
-        """Start groups for prompts, given with their expected seconds; prompts that were used before are skipped."""
+    def add(self, tasks: Iterable[tuple[str, float]], *, max_uses: int = 1) -> int:
+        """Start groups for prompts, given with their expected seconds; skip prompts that were used `max_uses` times."""
         added = 0
         with self._transaction() as db:
             for task, expected in tasks:
-                found = db.execute("INSERT OR IGNORE INTO groups (task, expected) VALUES (?, ?)", (task, expected))
-                if found.rowcount:
+                (uses,) = db.execute("SELECT COUNT(*) FROM groups WHERE task = ?", (task,)).fetchone()
+                if uses < max_uses:
+                    row = (task, uses + 1, expected)
+                    found = db.execute("INSERT INTO groups (task, use, expected) VALUES (?, ?, ?)", row)
                     added += 1
                     rows = [(found.lastrowid, number) for number in range(self.settings.group_size)]
                     db.executemany("INSERT INTO slots (grp, number) VALUES (?, ?)", rows)
@@ -286,7 +316,10 @@ class RolloutQueue:
     # ------------------------------------------------------------------------------------------ reconciling
 
     def reconcile(self, now: float, step: int) -> dict[str, int]:
-        """Requeue slots whose lease expired, and rollouts too stale for the trainer at `step`; return the counts."""
+        """Requeue slots whose lease expired, and rollouts too stale for the trainer at `step`; return the counts.
+
+        Groups that are alike have no gradient: they are consumed at any age.
+        """
         with self._transaction() as db:
             lost = db.execute(
                 f"""UPDATE slots SET state='queued', failures=failures+1, worker='', note='its lease expired'
@@ -296,9 +329,15 @@ class RolloutQueue:
             stale = db.execute(
                 """UPDATE slots SET state='queued', reward=NULL, trace='', oldest=NULL, newest=NULL, resume='',
                           note='too stale to train on'
-                   WHERE state='ready' AND oldest < ? AND grp IN (SELECT id FROM groups WHERE step IS NULL)""",
+                   WHERE state='ready' AND oldest < ? AND grp IN (
+                       SELECT id FROM groups WHERE step IS NULL AND informative IS NOT 0)""",
                 (step - self.settings.max_staleness,),
             ).rowcount
+            if stale:  # such a group is judged again when it is complete again
+                db.execute(
+                    """UPDATE groups SET informative=NULL WHERE step IS NULL AND informative = 1
+                       AND id IN (SELECT grp FROM slots WHERE state = 'queued')"""
+                )
         return {"lost": lost, "stale": stale, "dropped": self._drop_failed_groups()}
 
     def _drop_failed_groups(self) -> int:
@@ -319,14 +358,29 @@ class RolloutQueue:
         """Return the groups that are complete and not too stale for the trainer at `step`, the stalest first."""
         return self.groups(row["grp"] for row in self._trainable(step) if not row["missing"])
 
-    def take(self, step: int) -> list[ReadyGroup] | None:
+    def take(
+        self, step: int, is_informative: Callable[[ReadyGroup], bool] = lambda group: True
+    ) -> list[ReadyGroup] | None:
         """Return the groups of the step after `step`; None while there are not enough, or slow ones are awaited.
+
+        Complete groups are judged first, once each. The step has `groups_per_step` informative groups, and after them
+        the groups that are alike so far; at `max_groups_per_step` of both kinds it has the informative ones there are.
 
         Every step makes unfinished groups one step staler. Instead of discarding those that become too stale and
         starting them again, which for long tasks would never end, the trainer waits for them.
         """
+        unjudged = [row["grp"] for row in self._trainable(step) if not row["missing"] and row["informative"] is None]
+        if verdicts := [(is_informative(group), group.id) for group in self.groups(unjudged)]:
+            with self._transaction() as db:
+                db.executemany("UPDATE groups SET informative=? WHERE id=?", verdicts)
         chosen, awaited = self._choose(step)
-        return None if awaited or len(chosen) < self.settings.groups_per_step else self.groups(chosen)
+        limit = self.settings.groups_limit
+        alike = self._db.execute(
+            "SELECT id FROM groups WHERE step IS NULL AND dropped IS NULL AND informative = 0 ORDER BY id LIMIT ?",
+            (limit - len(chosen),),
+        ).fetchall()
+        enough = len(chosen) == self.settings.groups_per_step or len(chosen) + len(alike) >= limit
+        return self.groups([*chosen, *(row["id"] for row in alike)]) if enough and not awaited else None
 
     def awaited_tasks(self, step: int) -> list[str]:
         """Return the tasks of slow groups that the next step waits for although enough others are ready."""
@@ -334,42 +388,23 @@ class RolloutQueue:
         return awaited if len(chosen) == self.settings.groups_per_step else []
 
     def _choose(self, step: int) -> tuple[list[int], list[str]]:
-        """Return the stalest ready groups for one step, and the tasks of staler unfinished groups to wait for.
-
-        Waiting is chosen only if fewer groups will then exceed max_staleness in the steps to come.
-        """
-        size, rows = self.settings.groups_per_step, self._trainable(step)
-        chosen = [row for row in rows if not row["missing"]][:size]
-        # A group that has repeatedly killed its workers is not waited for.
-        unfinished = [row for row in rows if row["missing"] and row["tries"] <= self.settings.max_attempts]
-        first = sorted((*chosen, *unfinished), key=lambda row: int(row["age"]))[:size]
-        awaited = [row["task"] for row in first if row["missing"]]
-        if awaited and self._will_be_stale(rows, first, step) >= self._will_be_stale(rows, chosen, step):
-            awaited = []
-        return [row["grp"] for row in chosen], awaited
-
-    def _will_be_stale(self, rows: Sequence[sqlite3.Row], taken: Sequence[sqlite3.Row], step: int) -> int:
-        """Return a lower bound on how many groups will exceed max_staleness before they are trained, if the next step
-        takes `taken`."""
-        size, least = self.settings.groups_per_step, step + 1 - self.settings.max_staleness
-        left = [row["age"] for row in rows if row not in taken]  # the stalest first
-        kept = 0
-        for age in left:
-            kept += age >= least + kept // size
-        return len(left) - kept
+        """Return the stalest ready groups for one step, and the tasks of staler unfinished groups to wait for."""
+        chosen, awaited = choose_groups([GroupAge(**row) for row in self._trainable(step)], step, self.settings)
+        return [group.grp for group in chosen], [group.task for group in awaited]
 
     def _trainable(self, step: int) -> list[sqlite3.Row]:
-        """Return started groups that are not too stale yet, with their unfinished slots and their oldest step (age)."""
+        """Return groups that are neither too stale nor alike, with their unfinished slots and oldest step (age)."""
         return self._db.execute(
-            """SELECT grp, task, SUM(state != 'ready') AS missing, MAX((state != 'ready') * attempt) AS tries,
+            f"""SELECT grp, task, informative, SUM(state != 'ready') AS missing,
+                      MAX((state != 'ready') * attempt) AS tries,
                       MIN(CASE WHEN state != 'queued' OR resume != '' THEN oldest END) AS age
-               FROM slots JOIN groups ON groups.id = grp WHERE step IS NULL AND dropped IS NULL
+               FROM slots JOIN groups ON groups.id = grp WHERE {OUTSTANDING}
                GROUP BY grp HAVING age >= ? ORDER BY age, grp""",
             (step - self.settings.max_staleness,),
         ).fetchall()
 
     def mark_trained(self, groups: Iterable[ReadyGroup], step: int) -> None:
-        """Record that these groups were trained in this step, with these rewards."""
+        """Record that these groups were consumed by this step, with these rewards."""
         with self._transaction() as db:
             for group in groups:
                 found = db.execute(
