@@ -183,6 +183,10 @@ class RlStage(Stage[RlSettings]):
             first += f"; mean reward {facts['reward_first']:.2f} -> {facts['reward_last']:.2f}"
         problems = [f"{facts[name]} {name}" for name in ("retried", "stale", "dropped", "deaths") if facts.get(name)]
         lines = [first + (f" ({', '.join(problems)})" if problems else "")]
+        if "collapsed" in facts:
+            lines.append(f"COLLAPSED: {facts['collapsed']}; the result is the model of step {facts['result_step']}")
+        elif facts.get("result_step", facts["steps"]) != facts["steps"]:
+            lines.append(f"the result is the model of step {facts['result_step']}, the best on validation")
         if "ended_early" in facts:
             lines.append(f"ended early: {facts['ended_early']}")
         if "rise" in facts:
@@ -382,6 +386,7 @@ def rl_disk(settings: RlSettings, config: ModelConfig, held_out: int) -> int:
     sessions += evaluation_count(settings) * evaluation.samples * held_out if evaluation else 0
     weights = store_bytes(config, settings) if not settings.weights.store else 0
     kept = max_checkpoints(settings, settings.steps, halfway=False)
+    kept += 2 if settings.keep_best and evaluation and evaluation.every else 0  # the best, and one being evaluated
     return kept * checkpoint + weights + sessions * TRACE_BYTES + POD_STORE_BYTES
 
 

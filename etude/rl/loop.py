@@ -26,6 +26,7 @@ from etude.model.checkpoint import rounded_views
 from etude.model.transformer import Transformer
 from etude.rewards.reward import rescore
 from etude.rl.advantages import KL_FORMS, kl_penalties, token_advantages
+from etude.rl.best_checkpoint import is_validated
 from etude.rl.objective import PolicyGradient, RolloutBatch
 from etude.rl.packing import TrainingSequence, pack
 from etude.rl.settings import RlSettings
@@ -111,7 +112,9 @@ def learn(loop: RlLoop) -> None:
         publish(loop)
         wall_s = time.monotonic() - started
         loop.record_step(step + 1, step_facts(loop, groups, sequences, result, mismatch, waited, wall_s))
-        if trainer.step_count == settings.steps or trainer.step_count % settings.checkpoint_every == 0:
+        done = trainer.step_count
+        validated = settings.keep_best and is_validated(settings, done)
+        if done == settings.steps or done % settings.checkpoint_every == 0 or validated:
             loop.checkpoint()
 
 

@@ -212,8 +212,10 @@ def progress_line(facts: Mapping[str, Any]) -> str:
     return "  ".join(parts)
 
 
-def stage_facts(metrics: Sequence[Mapping[str, Any]], queue: RolloutQueue, deaths: Sequence[str]) -> Facts:
-    """Return the summary of a finished stage, from its metrics."""
+def stage_facts(
+    metrics: Sequence[Mapping[str, Any]], queue: RolloutQueue, deaths: Sequence[str], result_step: int | None = None
+) -> Facts:
+    """Return the summary of a finished stage, from its metrics; `result_step` made its model, by default the last."""
     steps = [record for record in metrics if not record.get("evaluation")]
     evaluations = sorted((record for record in metrics if record.get("evaluation")), key=lambda record: record["step"])
     facts: Facts = {"steps": len(steps)}
@@ -227,7 +229,8 @@ def stage_facts(metrics: Sequence[Mapping[str, Any]], queue: RolloutQueue, death
         facts |= {"seconds": wall, "waited_share": sum(record.get("waited_s", 0.0) for record in steps) / wall}
     if observed := sum(record.get("samplers_seen_s", 0.0) for record in steps):
         facts["samplers_idle_share"] = sum(record.get("samplers_idle_s", 0.0) for record in steps) / observed
-    for name, record in (("before", evaluations[0]), ("after", evaluations[-1])) if len(evaluations) > 1 else ():
+    of_result = next((record for record in evaluations if record["step"] == result_step), (evaluations or [{}])[-1])
+    for name, record in (("before", evaluations[0]), ("after", of_result)) if len(evaluations) > 1 else ():
         bests = [key for key in record if key.startswith("best/") and key.removeprefix("best/").isdigit()]
         top = max(bests, key=lambda key: int(key.removeprefix("best/")), default="")
         kept = [key for key in ("solved", "solved_low", "solved_high", top) if record.get(key) is not None]

@@ -24,7 +24,7 @@ from etude.cluster.local import LocalServices
 from etude.errors import EtudeError, InputError
 from etude.evaluation import held_out, statistics
 from etude.files import write_atomically
-from etude.rl import metrics
+from etude.rl import best_checkpoint, metrics
 from etude.rl.curriculum import Curriculum, kind_of
 from etude.rl.settings import RlSettings
 from etude.rl.trainer_process import checkpoints, intact_checkpoints
@@ -200,6 +200,7 @@ class Orchestrator:
     logged_deaths: int = field(init=False, default=0)
     last_step_line: str = field(init=False, default="")  # of the progress line
     served_step: int | None = field(init=False, default=None)  # the step whose weights all samplers have
+    judged: object = field(init=False, default=None)  # the evaluations that were judged last
 
     def __post_init__(self) -> None:
         kinds = {name: kind_of(task) for name, task in self.tasks.train.items()}
@@ -230,6 +231,7 @@ class Orchestrator:
         self.start_groups(step)
         self.log_steps(step)
         self.log_evaluations()
+        self.judge_validation()
         self.report_status(step, services)
 
     def update_served_step(self) -> None:
@@ -324,6 +326,18 @@ class Orchestrator:
                 self.run.log("rl", step, evaluation=True, **statistics.summarise(results), **self.by_set(results))
                 self.logged_evaluations.add(step)
 
+    def judge_validation(self) -> None:
+        """Tell the trainer the scores of evaluated steps, and record that the run ends here if it has collapsed."""
+        if self.judged == (logged := (self._lineage, frozenset(self.logged_evaluations))):
+            return
+        self.judged, scores = logged, self.scores()
+        best_checkpoint.write_scores(self.layout, scores)
+        if reason := best_checkpoint.collapse(self.evaluations, scores, self.settings):
+            write_atomically(self.layout.collapsed, reason, durable=True)
+
+    def scores(self) -> dict[int, float]:
+        return best_checkpoint.validation_scores(self.run.metrics("rl"))
+
     def by_set(self, results: held_out.Evaluation) -> Facts:
         """Return the main figures of each task set, where there are several."""
         evaluation = self.settings.evaluation
@@ -369,7 +383,9 @@ class Orchestrator:
     # -------------------------------------------------------------------------------------- finishing
 
     def is_finished(self, services: LocalServices) -> bool:
-        """Return whether the trainer has finished and its last weights are evaluated."""
+        """Return whether the trainer has finished and its last weights are evaluated, or the run has collapsed."""
+        if self.layout.collapsed.exists():
+            return True
         trainer = services.services.get("trainer")
         if trainer is None or not trainer.finished:
             return False
@@ -381,6 +397,16 @@ class Orchestrator:
         if step not in held_out.started(self.evaluations) and self.samplers_have(step):
             held_out.start(self.evaluations, step, sorted(self.tasks.held_out))
         return step in self.logged_evaluations
+
+    def result(self, saved: dict[int, Path]) -> tuple[int, Path]:
+        """Return the step and the directory of the stage's model: the best on validation, or the last."""
+        last = max(saved)
+        if self.settings.keep_best or self.layout.collapsed.exists():
+            choices = {0: self.layout.model, **saved}
+            scores = {step: score for step, score in self.scores().items() if step in choices}
+            best = best_checkpoint.best_step(scores)
+            return (last, saved[last]) if best is None else (best, choices[best])
+        return last, saved[last]
 
     def samplers_have(self, step: int) -> bool:
         """Return whether every sampler has the weights of this step: the last evaluation is of exactly those."""
@@ -397,21 +423,25 @@ class Orchestrator:
         return [statuses.get(name, {}).get("version") for name in names]
 
     def finish(self) -> Facts:
-        """Save the last weights as a checkpoint of the run, and return the facts of the stage's summary."""
+        """Save the resulting weights as a checkpoint of the run, and return the facts of the stage's summary."""
         found = checkpoints(self.layout)
         note = self.layout.exhausted
         ended_early = note.read_text(encoding="utf-8") if note.exists() else ""
         if not found:
             reason = ended_early or "the trainer ended before its first step"
             raise EtudeError(f"{self.layout.trainer}: no checkpoint: {reason}")
-        step, last = found[-1]
+        step, source = self.result(dict(found))
         if not any(artefact.name == f"rl-{step}" for artefact in self.run.artefacts("checkpoint")):
             origin = Parent(**json.loads(self.layout.origin.read_text(encoding="utf-8")))
             with self.run.checkpoint("rl", step, parents=[origin]) as directory:
                 ignored = shutil.ignore_patterns("optimizer.*", "training.json")
-                shutil.copytree(last, directory, dirs_exist_ok=True, ignore=ignored, copy_function=_link_or_copy)
-        facts = metrics.stage_facts(self.run.metrics("rl"), self.queue, self.process_deaths)
-        if ended_early and step < self.settings.steps:
+                shutil.copytree(source, directory, dirs_exist_ok=True, ignore=ignored, copy_function=_link_or_copy)
+        facts = metrics.stage_facts(self.run.metrics("rl"), self.queue, self.process_deaths, step)
+        facts["result_step"] = step
+        if self.layout.collapsed.exists():
+            facts["collapsed"] = self.layout.collapsed.read_text(encoding="utf-8")
+            self.report(self.step, self.step, "collapsed")
+        elif ended_early and found[-1][0] < self.settings.steps:
             facts["ended_early"] = ended_early
             self.report(step, step, "ended early")
         if {0, step} <= self.logged_evaluations and step:

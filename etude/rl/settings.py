@@ -83,6 +83,17 @@ class RlSettings(RolloutSettings, SamplerRunSettings):
     recompute: bool = Field(default=False, description="activation checkpointing: less memory, a third more compute")
     checkpoint_every: int = Field(default=10, ge=1, description="policy steps between trainer checkpoints")
     keep: int = Field(default=2, ge=1, description="newest trainer checkpoints to keep")
+    keep_best: bool = Field(
+        default=True,
+        description="the stage ends with the model of the evaluated step that has the highest solve rate",
+    )
+    max_validation_fall: float = Field(
+        default=0.1,
+        ge=0,
+        le=1,
+        description="stop the run when the solve rate of an evaluation is below the best one by more than this, and by "
+        "more than the 95 % interval of the difference; 0: never",
+    )
 
     @model_validator(mode="after")
     def _check_key_combinations(self) -> Self:

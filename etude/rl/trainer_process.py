@@ -34,6 +34,7 @@ from etude.model.config import PROFILE_FILE
 from etude.model.mtp import MTP_FILE, mtp_file
 from etude.model.transformer import Transformer, compile_blocks
 from etude.rewards.live_weights import LiveWeights
+from etude.rl.best_checkpoint import kept_steps, read_scores
 from etude.rl.loop import RlLoop, learn, publish
 from etude.rl.objective import PolicyGradient
 from etude.rl.settings import OBJECTIVES, RlSettings, open_rl_run
@@ -261,8 +262,9 @@ def write_checkpoint(layout: RunLayout, trainer: Trainer, tokenizer: Tokenizer, 
         raise EtudeError(f"{draft}: the checkpoint cannot be written: {error}") from error
     final = layout.trainer / f"{step:06d}"
     commit_directory(draft, final)
-    for _, old in checkpoints(layout)[: -settings.keep]:
-        shutil.rmtree(old)
+    found = dict(checkpoints(layout))
+    for old in found.keys() - kept_steps(found.keys(), settings, read_scores(layout)):
+        shutil.rmtree(found[old])
 
 
 def record_step(layout: RunLayout, step: int, facts: dict[str, Any]) -> None:
