@@ -183,6 +183,8 @@ class RlStage(Stage[RlSettings]):
             first += f"; mean reward {facts['reward_first']:.2f} -> {facts['reward_last']:.2f}"
         problems = [f"{facts[name]} {name}" for name in ("retried", "stale", "dropped", "deaths") if facts.get(name)]
         lines = [first + (f" ({', '.join(problems)})" if problems else "")]
+        if facts.get("control", "none") != "none":
+            lines.append(f"a control, not reinforcement learning: {CONTROLS[facts['control']]}")
         if "collapsed" in facts:
             lines.append(f"COLLAPSED: {facts['collapsed']}; the result is the model of step {facts['result_step']}")
         elif facts.get("result_step", facts["steps"]) != facts["steps"]:
@@ -199,6 +201,13 @@ class RlStage(Stage[RlSettings]):
             by_set = {name: facts[name] for name in sorted(facts) if name.startswith("rise_")}
             lines += [f"  {name.removeprefix('rise_')}: {_points(rise)}" for name, rise in by_set.items()]
         return "\n  ".join(lines)
+
+
+CONTROLS = {
+    "placebo": "placebo, with the rewards of each group shuffled among its rollouts",
+    "rejection": "rejection sampling, fine-tuning on its own solved rollouts",
+    "imitation": "more imitation, further epochs on the demonstrations of sft",
+}
 
 
 def _points(rise: Facts) -> str:
@@ -345,6 +354,8 @@ def seconds_from_records(settings: RlSettings, records: Sequence[Mapping[str, An
 def _lines(settings: RlSettings, prompts: int, held_out: int) -> Iterator[str]:
     """Yield lines that describe the work of the stage."""
     groups = settings.steps * settings.groups_per_step
+    if settings.control != "none":
+        yield f"a control: {CONTROLS[settings.control]}"
     yield (
         f"{settings.steps:,} steps of {settings.groups_per_step} groups of {settings.group_size}: "
         f"{groups * settings.group_size:,} rollouts, at most {settings.in_flight} at once, tokens at most "

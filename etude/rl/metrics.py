@@ -220,7 +220,8 @@ def stage_facts(
     evaluations = sorted((record for record in metrics if record.get("evaluation")), key=lambda record: record["step"])
     facts: Facts = {"steps": len(steps)}
     if steps:
-        facts |= {"reward_first": steps[0]["reward"], "reward_last": steps[-1]["reward"]}
+        if "reward" in steps[0]:
+            facts |= {"reward_first": steps[0]["reward"], "reward_last": steps[-1]["reward"]}
         facts["staleness_max"] = max((record.get("staleness_max", 0) for record in steps), default=0)
         facts |= {name: max(found) for name in MISMATCHES if (found := [r[name] for r in steps if name in r])}
         facts["clipped_share"] = sum(record.get("clipped", 0.0) for record in steps) / len(steps)

@@ -26,6 +26,7 @@ from etude.evaluation import held_out, statistics
 from etude.files import write_atomically
 from etude.rl import best_checkpoint, metrics
 from etude.rl.curriculum import Curriculum, kind_of
+from etude.rl.imitation import check_demonstrations
 from etude.rl.settings import RlSettings
 from etude.rl.trainer_process import checkpoints, intact_checkpoints
 from etude.rollouts.queue import RolloutQueue
@@ -51,7 +52,8 @@ def run_rl(run: Run, settings: RlSettings, seed: int, report: ProgressCallback) 
     tasks = prepare(run, settings, layout)
     with open_queues(layout, settings) as (queue, evaluations):
         intact_checkpoints(layout)  # here too, so that the user reads of a damaged one
-        check_queue_matches_checkpoint(layout, queue)
+        if settings.control != "imitation":
+            check_queue_matches_checkpoint(layout, queue)
         queue.release()
         evaluations.release()
         orchestrator = Orchestrator(run, settings, layout, queue, evaluations, tasks, seed, report)
@@ -121,7 +123,9 @@ def prepare(run: Run, settings: RlSettings, layout: RunLayout) -> RlTaskSets:
         draft.rename(layout.model)
     train = named_tasks(task_directory(run, settings.tasks, "rl.tasks"))
     needed = settings.steps * settings.groups_per_step
-    if len(train) < needed:
+    if settings.control == "imitation":
+        check_demonstrations(layout)
+    elif len(train) < needed:
         raise InputError(
             f"rl.tasks has {len(train)} prompts, but {settings.steps} steps of {settings.groups_per_step} groups need "
             f"{needed}, and a prompt is trained on once: give more tasks or fewer steps"
@@ -247,6 +251,8 @@ class Orchestrator:
         With max_staleness = 0 none starts before the samplers have the weights of the last step: this is how the
         asynchronous loop becomes synchronous.
         """
+        if self.settings.control == "imitation":
+            return
         trained = self.queue.last_step()  # briefly larger than `step`, until the step's facts are written
         fresh = trained == step and self.samplers_have(step)
         wanted = self.queue.groups_to_start(fresh=fresh, steps_left=self.settings.steps - max(step, trained))
@@ -437,7 +443,7 @@ class Orchestrator:
                 ignored = shutil.ignore_patterns("optimizer.*", "training.json")
                 shutil.copytree(source, directory, dirs_exist_ok=True, ignore=ignored, copy_function=_link_or_copy)
         facts = metrics.stage_facts(self.run.metrics("rl"), self.queue, self.process_deaths, step)
-        facts["result_step"] = step
+        facts |= {"result_step": step, "control": self.settings.control}
         if self.layout.collapsed.exists():
             facts["collapsed"] = self.layout.collapsed.read_text(encoding="utf-8")
             self.report(self.step, self.step, "collapsed")

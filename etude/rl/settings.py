@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
@@ -32,6 +32,11 @@ class RlSettings(RolloutSettings, SamplerRunSettings):
     steps: int = Field(ge=1, description="policy steps to train")
     group_size: int = Field(default=8, ge=2, description="rollouts per prompt")
 
+    control: Literal["none", "placebo", "rejection", "imitation"] = Field(
+        default="none",
+        description="run a control instead: placebo (rewards shuffled within groups), rejection (fine-tuning on its "
+        "own solved rollouts), imitation (further epochs of sft); also `etude run --control`",
+    )
     estimator: EstimatorSettings = Field(default_factory=EstimatorSettings)
     objective: Annotated[str, registered(OBJECTIVES)] = Field(
         default="policy_gradient", description="loss of a sampled token: policy_gradient, or one of a plugin"

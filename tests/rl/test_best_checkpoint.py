@@ -146,11 +146,11 @@ BASE = Path(__file__).parents[2] / "base" / "nano"
 @pytest.mark.slow
 def test_an_absurd_learning_rate_collapses_and_the_run_ends_with_the_start(tmp_path: Path) -> None:
     """The real thing: a base model that solves tasks, a learning rate that destroys it, and kill -9 at the rollback."""
-    evaluation = {"tasks": ["./held-out"], "samples": 4, "every": 2}
+    evaluation = {"tasks": ["./held-out"], "samples": 2, "every": 2}
     recipe = make_recipe(
         tmp_path,
         tasks=80,
-        held_out=8,
+        held_out=16,
         evaluation=evaluation,
         steps=12,
         group_size=4,
