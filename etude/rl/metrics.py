@@ -60,9 +60,16 @@ def rollout_facts(groups: Sequence[ReadyGroup]) -> Facts:
     solved = [[bool(slot.record.get("solved")) for slot in group.slots] for group in groups]
     if any("solved" in reward for reward in rewards):
         record |= {"solved": float(np.mean(np.concatenate(solved))), "solved_best": float(np.mean([*map(any, solved)]))}
+        record |= solve_rate_histogram([float(np.mean(group)) for group in solved])
     record |= _means(rewards, "score", "segments", "tokens", "made", "pod_s")
     record |= {f"seconds/{name}": value for name, value in _means(_part(rewards, "seconds")).items()}
     return record | _parts(rewards) | _categories(rewards) | _costs(rewards) | _endings(rewards)
+
+
+def solve_rate_histogram(rates: Sequence[float]) -> Facts:
+    """Return the share of groups that no rollout solved, that all did, and of each quarter in between."""
+    bins = Counter("none" if not rate else "all" if rate == 1 else f"{min(3, int(rate * 4)) * 25}" for rate in rates)
+    return {f"solve_rate/{name}": bins[name] / len(rates) for name in ("none", "0", "25", "50", "75", "all")}
 
 
 def _parts(rewards: Sequence[Facts]) -> Facts:

@@ -125,10 +125,11 @@ def prepare(run: Run, settings: RlSettings, layout: RunLayout) -> RlTaskSets:
     needed = settings.steps * settings.groups_per_step
     if settings.control == "imitation":
         check_demonstrations(layout)
-    elif len(train) < needed:
+    elif len(train) * settings.curriculum.reuse < needed:
+        times = "once" if settings.curriculum.reuse == 1 else f"at most {settings.curriculum.reuse} times"
         raise InputError(
             f"rl.tasks has {len(train)} prompts, but {settings.steps} steps of {settings.groups_per_step} groups need "
-            f"{needed}, and a prompt is trained on once: give more tasks or fewer steps"
+            f"{needed}, and a prompt is trained on {times}: give more tasks or fewer steps"
         )
     evaluated: dict[str, Task] = {}
     if settings.evaluation:
@@ -259,8 +260,8 @@ class Orchestrator:
         if not wanted:
             return
         draw = self.curriculum.next(self.queue, wanted, step / self.settings.steps)
-        self.queue.add(draw.prompts)
-        if draw.missing:
+        self.queue.add(draw.prompts, max_uses=self.settings.curriculum.reuse)
+        if draw.missing and not draw.waiting:
             reason = self.curriculum.exhausted(self.queue) or "no prompt is left"
             write_atomically(self.layout.exhausted, reason)
 
@@ -288,6 +289,7 @@ class Orchestrator:
             groups = self.queue.groups(facts["groups"])
             previous = self.step_records.get(self.logged_steps)
             values = metrics.step_metrics(groups, number, facts, read_statuses(self.layout), self.queue, previous)
+            values |= self.curriculum.facts(self.queue)
             values["infrastructure/deaths"] = len(self.process_deaths) - self.logged_deaths
             self.logged_deaths = len(self.process_deaths)
             self.step_records = {number: values}

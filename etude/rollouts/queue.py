@@ -15,11 +15,12 @@ import math
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from etude.errors import EtudeError, InputError
+from etude.rollouts.queue_records import GroupEffort, GroupProgress, GroupUse, Incident, ReadyGroup, Slot
 from etude.rollouts.queue_schema import FIRST_VERSION, LAST_VERSION, OLDEST_STEP, SCHEMA, SHARED_STEP
 from etude.rollouts.settings import QueueSettings
 from etude.rollouts.step_choice import GroupAge, choose_groups
@@ -29,89 +30,10 @@ IN_FLIGHT = "state IN ('starting', 'running', 'grading')"
 # Groups that may still be trained on.
 OUTSTANDING = "step IS NULL AND dropped IS NULL AND informative IS NOT 0"
 SHARE_STEPS = 8  # policy steps' worth of judged groups that the informative share is measured on
-IncidentKind = Literal["failed", "lost", "stale", "dropped"]
 
 
 class StaleClaim(EtudeError):
     """A report for a claim that has expired or been replaced; it must be discarded."""
-
-
-@dataclass(frozen=True)
-class Slot:
-    """One rollout of a group, as its row is now."""
-
-    id: int
-    group: int
-    task: str
-    number: int
-    attempt: int
-    state: str
-    oldest_step: int | None = None  # policy steps that the weights which sampled it count as
-    newest_step: int | None = None
-    reward: dict[str, Any] | None = None
-    trace: str = ""
-    resume: dict[str, Any] | None = None
-    note: str = ""
-
-    @property
-    def record(self) -> dict[str, Any]:
-        """The record of the scored rollout; EtudeError if it has none."""
-        if self.reward is None:
-            raise EtudeError(f"slot {self.id} of {self.task} has no reward: its state is {self.state}")
-        return self.reward
-
-
-@dataclass(frozen=True)
-class ReadyGroup:
-    """The finished rollouts of one prompt."""
-
-    id: int
-    task: str
-    slots: tuple[Slot, ...]
-
-    @property
-    def oldest_step(self) -> int:
-        return min(slot.oldest_step for slot in self.slots if slot.oldest_step is not None)
-
-
-@dataclass(frozen=True)
-class GroupProgress:
-    """How many rollouts of a group are ready. `failures` counts infrastructure failures over all its slots."""
-
-    id: int
-    task: str
-    step: int | None
-    dropped: str
-    size: int
-    ready: int
-    failures: int
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether all rollouts are scored, or the group was dropped."""
-        return bool(self.dropped) or self.ready == self.size
-
-
-@dataclass(frozen=True)
-class GroupEffort:
-    """Mean effort of the finished rollouts of a group; None where unknown. `seconds` is that of the slowest."""
-
-    task: str
-    rollouts: int
-    turns: float | None
-    thinking: float | None
-    solved: float | None
-    seconds: float | None
-
-
-@dataclass(frozen=True)
-class Incident:
-    """A slot that had to be sampled again, or a group (`number` is None) that was dropped, and why."""
-
-    task: str
-    number: int | None
-    kind: IncidentKind
-    why: str
 
 
 class RolloutQueue:
@@ -123,6 +45,7 @@ class RolloutQueue:
         Other processes may lose their last seconds in one: those rollouts run again.
         """
         self.settings = settings
+        self._efforts: dict[int, tuple[tuple[int, int], tuple[Any, ...]]] = {}
         self._db = sqlite3.connect(str(path), isolation_level=None, timeout=30.0)
         self._db.row_factory = sqlite3.Row
         self._db.execute("PRAGMA journal_mode=WAL")
@@ -140,7 +63,7 @@ class RolloutQueue:
             queue._db = sqlite3.connect(f"{Path(path).absolute().as_uri()}?mode=ro", uri=True, timeout=30.0)
             queue._db.row_factory = sqlite3.Row
             size = int(queue._scalar("SELECT value FROM plan WHERE key = 'group_size'"))
-            queue.settings = QueueSettings(group_size=size)
+            queue.settings, queue._efforts = QueueSettings(group_size=size), {}
         except (sqlite3.Error, TypeError) as error:
             raise InputError(f"{path} is not a rollout queue, or not yet: {error}") from error
         return queue
@@ -551,16 +474,37 @@ class RolloutQueue:
         ).fetchall()
         return [GroupProgress(**row) for row in rows]
 
+    def uses(self) -> list[GroupUse]:
+        """Return every use of a prompt, in the order the groups were started."""
+        rows = self._db.execute("SELECT task, step, dropped IS NOT NULL AS dropped FROM groups ORDER BY id").fetchall()
+        return [GroupUse(row["task"], row["step"], bool(row["dropped"])) for row in rows]
+
     def efforts(self) -> list[GroupEffort]:
-        """Return the mean effort of each group's finished rollouts, in the order the groups were started."""
+        """Return the mean effort of each group's finished rollouts, in the order the groups were started.
+
+        Reading rewards takes long in a long run: only those of groups that have changed since the last call are read.
+        """
         rows = self._db.execute(
-            """SELECT task, COUNT(*) AS rollouts, AVG(json_extract(reward, '$.cost.turns')) AS turns,
-                      AVG(json_extract(reward, '$.cost.thinking')) AS thinking,
-                      AVG(json_extract(reward, '$.solved')) AS solved,
-                      MAX((SELECT SUM(value) FROM json_each(reward, '$.seconds'))) AS seconds
+            """SELECT grp, task, step, COUNT(*) AS rollouts, SUM(attempt) AS attempts
                FROM slots JOIN groups ON groups.id = grp WHERE state = 'ready' GROUP BY grp ORDER BY grp"""
         ).fetchall()
-        return [GroupEffort(**row) for row in rows]
+        for row in rows:
+            known = (row["rollouts"], row["attempts"])
+            if self._efforts.get(row["grp"], ((0, 0), ()))[0] != known:
+                self._efforts[row["grp"]] = known, self._effort(row["grp"])
+        return [GroupEffort(row["task"], row["step"], row["rollouts"], *self._efforts[row["grp"]][1]) for row in rows]
+
+    def _effort(self, group: int) -> tuple[Any, ...]:
+        """Return mean turns, thinking and solved of a group's finished rollouts, and the seconds of the slowest."""
+        return tuple(
+            self._db.execute(
+                """SELECT AVG(json_extract(reward, '$.cost.turns')), AVG(json_extract(reward, '$.cost.thinking')),
+                          AVG(json_extract(reward, '$.solved')),
+                          MAX((SELECT SUM(value) FROM json_each(reward, '$.seconds')))
+                   FROM slots WHERE state = 'ready' AND grp = ?""",
+                (group,),
+            ).fetchone()
+        )
 
     def trained_rewards(self, step: int, limit: int) -> list[dict[str, Any]]:
         """Return the rewards of the last `limit` rollouts trained on up to a step, oldest first."""
