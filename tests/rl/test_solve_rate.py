@@ -105,7 +105,7 @@ def test_prompts_are_reused_retire_and_rest_by_the_rules() -> None:
 
 
 def test_a_run_does_not_stop_while_a_prompt_may_be_used_again() -> None:
-    """With fewer prompts than a step needs at rest, those used longest ago come back early; then the run is exhausted."""
+    """With fewer rested prompts than a step needs, those used longest ago come back early; then none is left."""
     settings = CurriculumSettings(order="solve_rate", reuse=2, rest_steps=50)
     tasks = {f"middle-{number}": "middle" for number in range(8)}
     queue, steps = RolloutQueue(":memory:", QUEUE), 0
