@@ -120,6 +120,15 @@ Out = Annotated[
     Path | None, typer.Option(help="Directory of the run; created if it does not exist.", show_default=False)
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in --out, if there is one.")]
+Control = Annotated[
+    str | None,
+    typer.Option(
+        "--control",
+        metavar="placebo|rejection|imitation",
+        help="Run a control in place of RL: the key rl.control.",
+        show_default=False,
+    ),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check the recipe, print what it would do and need, and stop.")]
 
 
@@ -143,6 +152,7 @@ def etude(
     epilog="Examples:\n\n  etude run recipes/nano.toml --dry-run\n\n"
     "  etude run recipes/nano.toml --out runs/nano\n\n"
     "  etude run recipes/nano.toml --out runs/short --set rl.steps=6 --set name=short\n\n"
+    "  etude run recipes/nano.toml --out runs/placebo --control placebo\n\n"
     f"  etude run recipes/nano.toml --out runs/nano --resume\n\n{EXIT_CODES}"
 )
 def run(
@@ -150,11 +160,13 @@ def run(
     out: Out = None,
     resume: Resume = False,
     dry_run: DryRun = False,
+    control: Control = None,
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
     """Run the stages of a recipe; everything they make is in one run directory."""
-    _run(recipe, out, resume, dry_run, overrides, as_json)
+    changes = [*(overrides or ()), *([f"rl.control={control}"] if control else ())]
+    _run(recipe, out, resume, dry_run, changes, as_json)
 
 
 def _add_stage_command(stage: str, what: str) -> None:

@@ -179,6 +179,12 @@ class RlStage(Stage[RlSettings]):
             first += f"; mean reward {facts['reward_first']:.2f} -> {facts['reward_last']:.2f}"
         problems = [f"{facts[name]} {name}" for name in ("retried", "stale", "dropped", "deaths") if facts.get(name)]
         lines = [first + (f" ({', '.join(problems)})" if problems else "")]
+        if facts.get("control", "none") != "none":
+            lines.append(f"a control, not reinforcement learning: {CONTROLS[facts['control']]}")
+        if "collapsed" in facts:
+            lines.append(f"COLLAPSED: {facts['collapsed']}; the result is the model of step {facts['result_step']}")
+        elif facts.get("result_step", facts["steps"]) != facts["steps"]:
+            lines.append(f"the result is the model of step {facts['result_step']}, the best on validation")
         if "ended_early" in facts:
             lines.append(f"ended early: {facts['ended_early']}")
         if "rise" in facts:
@@ -189,6 +195,13 @@ class RlStage(Stage[RlSettings]):
             if best:
                 lines[-1] += f"; best of {best.removeprefix('best/')}: {before[best]:.0%} -> {after[best]:.0%}"
         return "\n  ".join(lines)
+
+
+CONTROLS = {
+    "placebo": "placebo, with the rewards of each group shuffled among its rollouts",
+    "rejection": "rejection sampling, fine-tuning on its own solved rollouts",
+    "imitation": "more imitation, further epochs on the demonstrations of sft",
+}
 
 
 def _points(rise: Facts) -> str:
@@ -397,12 +410,18 @@ def seconds_from_records(
 def _lines(settings: RlSettings, prompts: int, validation: ValidationPlan) -> Iterator[str]:
     """Yield lines that describe the work of the stage."""
     groups = settings.steps * settings.groups_per_step
+    if settings.control != "none":
+        yield f"a control: {CONTROLS[settings.control]}"
     yield (
         f"{settings.steps:,} steps of {settings.groups_per_step} groups of {settings.group_size}: "
         f"{groups * settings.group_size:,} rollouts, at most {settings.in_flight} at once, tokens at most "
         f"{settings.max_staleness} steps old"
     )
-    yield f"{groups:,} of {prompts:,} prompts, each trained on once"
+    if settings.informative_groups:
+        most = min(prompts, settings.steps * settings.groups_limit)
+        yield f"{groups:,} groups whose rewards differ, from at most {most:,} of {prompts:,} prompts, each used once"
+    else:
+        yield f"{groups:,} of {prompts:,} prompts, each trained on once"
     if validation.count:
         sessions = f"{validation.samples} sessions on each of {validation.tasks:,} tasks"
         yield f"{validation.count} validations, each {sessions}"
@@ -442,6 +461,7 @@ def rl_disk(settings: RlSettings, config: ModelConfig, validation: ValidationPla
     sessions += validation.count * validation.sessions
     weights = store_bytes(config, settings) if not settings.weights.store else 0
     kept = max_checkpoints(settings, settings.steps, halfway=False)
+    kept += 2 if settings.keep_best and validation.count > 2 else 0  # the best, and one being evaluated
     return kept * checkpoint + weights + sessions * TRACE_BYTES + POD_STORE_BYTES
 
 

@@ -1,29 +1,32 @@
-"""Curriculum: the order in which prompts are sampled, and their expected duration. Every prompt is used once.
+"""Curriculum: the order in which prompts are sampled, and their expected duration.
 
-The order is a seeded shuffle. Late in training, prompts of hard kinds are moved forward: a kind is what tasks share
-(category, family, difficulty), and it is hard if its rollouts took more turns and more thinking than the average and
-solved it sometimes. There is no state here: every choice is a function of the seed and the rollout queue, so a
-restarted run continues as it would have.
+By default the order is a seeded shuffle, and every prompt is used once. Late in training, prompts of hard kinds are
+moved forward: a kind is what tasks share (category, family, difficulty), and it is hard if its rollouts took more turns
+and more thinking than the average and solved it sometimes. The order `solve_rate` draws prompts by how informative
+their groups are expected to be (`solve_rate.py`), and may use them again. There is no state here: every choice is a
+function of the seed and the rollout queue, so a restarted run continues as it would have.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import accumulate
 from statistics import fmean
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import Field, JsonValue, model_validator
 
 from etude.config import Registry, Settings, check_options, registered
 from etude.errors import InputError
+from etude.rl.solve_rate import PromptStates, SolveRates, measure, prompt_states
 from etude.rollouts.queue import GroupEffort, RolloutQueue
 from etude.tasks.task import Task
 
+NameT = TypeVar("NameT")
 MIN_ROLLOUTS = 8  # of a kind before its hardness is known
 
 
@@ -50,8 +53,10 @@ class PromptChoice:
     unused: Mapping[str, tuple[str, ...]]  # by kind, in the seed's order
     kinds: Mapping[str, KindStatistics]  # of the rollouts so far
     progress: float  # fraction of the run's steps taken
-    used: int  # prompts so far
+    used: int  # groups so far
     seed: int
+    reusable: tuple[str, ...] = ()  # prompts that were used and may be used again
+    rates: SolveRates | None = None  # expected informativeness; None: the order does not ask for it
 
 
 # Functions of a choice and of the number of prompts wanted that return prompts in the order to use, at most that many;
@@ -76,11 +81,36 @@ def hard_kinds_late(choice: PromptChoice, count: int, *, hard_after: float, hard
             del left[kind]
 
 
+@prompt_order
+def solve_rate(choice: PromptChoice, count: int, *, floor: float) -> Iterator[str]:
+    """Draw prompts in proportion to how informative their groups are expected to be, at least `floor`."""
+    assert choice.rates is not None
+    left = {kind: list(reversed(prompts)) for kind, prompts in choice.unused.items()}
+    own = {task: max(floor, choice.rates.tasks.get(task, 0.0)) for task in choice.reusable}
+    for number in range(choice.used, choice.used + min(count, len(own) + sum(map(len, left.values())))):
+        weights = {("kind", kind): len(left[kind]) * max(floor, choice.rates.of_kind(kind)) for kind in left}
+        weights |= {("task", task): weight for task, weight in own.items()}
+        what, name = _draw(weights, choice.seed, number)
+        if what == "task":
+            del own[name]
+            yield name
+            continue
+        yield left[name].pop()
+        if not left[name]:
+            del left[name]
+
+
+ORDER_KEYS = {
+    "hard_kinds_late": ("hard_after", "hard_weight"),
+    "solve_rate": ("floor", "half_life", "reuse", "rest_steps", "unsolved_rest_steps", "retire_after"),
+}
+
+
 class CurriculumSettings(Settings):
-    """The order of prompts; by default, when prompts of hard kinds are preferred and by how much."""
+    """The order of prompts: when hard kinds are preferred, or how solve rates choose."""
 
     order: Annotated[str, registered(PROMPT_ORDERS)] = Field(
-        default="hard_kinds_late", description="order of the prompts: hard_kinds_late, or one of a plugin"
+        default="hard_kinds_late", description="order of the prompts: hard_kinds_late, solve_rate, or one of a plugin"
     )
     options: dict[str, JsonValue] = Field(default={}, description="options of an order of a plugin")
     hard_after: float = Field(
@@ -93,17 +123,35 @@ class CurriculumSettings(Settings):
         default=1.0, ge=0, description="a kind with twice the mean effort is sampled 1 + hard_weight times as often"
     )
 
+    floor: float = Field(
+        default=0.05, gt=0, le=1, description="solve_rate: least weight of a prompt, whatever is expected of its group"
+    )
+    half_life: float = Field(
+        default=8.0, gt=0, description="solve_rate: policy steps after which a group counts half in the solve rates"
+    )
+    reuse: int = Field(default=1, ge=1, description="solve_rate: groups of one prompt in a run, at most")
+    rest_steps: int = Field(default=8, ge=1, description="solve_rate: policy steps before a prompt is used again")
+    unsolved_rest_steps: int = Field(
+        default=32, ge=1, description="solve_rate: the same for a prompt that no rollout has solved so far"
+    )
+    retire_after: int = Field(
+        default=2, ge=1, description="solve_rate: a prompt solved by all rollouts of this many groups is not used again"
+    )
+
     @model_validator(mode="after")
     def _check_options(self) -> Self:
-        for key in ("hard_after", "hard_weight"):
-            if self.order != "hard_kinds_late" and getattr(self, key) != type(self).model_fields[key].default:
-                raise ValueError(f"{key} would not be used: the order is {self.order}")
+        for order, keys in ORDER_KEYS.items():
+            for key in keys:
+                if self.order != order and getattr(self, key) != type(self).model_fields[key].default:
+                    raise ValueError(f"{key} would not be used: the order is {self.order}")
         check_options("options", PROMPT_ORDERS[self.order], self.order_options)
         return self
 
     @property
     def order_options(self) -> dict[str, Any]:
         """The keyword arguments of the order."""
+        if self.order == "solve_rate":
+            return {**self.options, "floor": self.floor}
         if self.order != "hard_kinds_late":
             return self.options
         return {**self.options, "hard_after": self.hard_after, "hard_weight": self.hard_weight}
@@ -115,6 +163,7 @@ class PromptDraw:
 
     prompts: tuple[tuple[str, float], ...]
     wanted: int
+    waiting: int = 0  # prompts that may be used again later
 
     @property
     def missing(self) -> int:
@@ -136,30 +185,56 @@ class Curriculum:
 
     def next(self, queue: RolloutQueue, count: int, progress: float) -> PromptDraw:
         """Return the next prompts, at most `count`. `progress` is the fraction of the run's steps taken."""
-        unused = self.tasks.keys() - set(queue.tasks())
+        efforts, states = queue.efforts(), self.states(queue)
+        kinds = summarise_kinds(efforts, self.tasks)
         by_kind: defaultdict[str, list[str]] = defaultdict(list)
-        for name in sorted(unused, key=lambda name: _shuffle_key(self.seed, name)):
+        for name in sorted(states.unused, key=lambda name: _shuffle_key(self.seed, name)):
             by_kind[self.tasks[name]].append(name)
-        kinds = summarise_kinds(queue.efforts(), self.tasks)
-        left = {kind: tuple(names) for kind, names in sorted(by_kind.items())}
-        choice = PromptChoice(left, kinds, progress, len(self.tasks) - len(unused), self.seed)
-        order = PROMPT_ORDERS[self.settings.order]
-        chosen = list(order(choice, count, **self.settings.order_options))
-        if len(chosen) > count or len(set(chosen) & unused) != len(chosen):
+        reusable = states.reusable
+        # Rather than to stop, use a prompt again early: first the one that was not used for longest.
+        few = queue.settings.groups_per_step - queue.outstanding() - len(states.unused) - len(reusable)
+        reusable += states.waiting[: max(0, few)]
+        size, half_life = queue.settings.group_size, self.settings.half_life
+        choice = PromptChoice(
+            {kind: tuple(names) for kind, names in sorted(by_kind.items())},
+            kinds,
+            progress,
+            len(queue.uses()),
+            self.seed,
+            reusable,
+            measure(efforts, self.tasks, size, queue.last_step(), half_life),
+        )
+        chosen = list(PROMPT_ORDERS[self.settings.order](choice, count, **self.settings.order_options))
+        if len(chosen) > count or len(set(chosen) & {*states.unused, *reusable}) != len(chosen):
             raise InputError(f"rl.curriculum.order {self.settings.order} must choose at most {count} unused prompts")
-        return PromptDraw(tuple((name, expected_seconds(kinds, self.tasks[name])) for name in chosen), count)
+        prompts = tuple((name, expected_seconds(kinds, self.tasks[name])) for name in chosen)
+        return PromptDraw(prompts, count, len(states.waiting))
+
+    def states(self, queue: RolloutQueue) -> PromptStates:
+        """Return what each prompt may be used for next."""
+        rules = {name: getattr(self.settings, name) for name in ("reuse", "rest_steps", "unsolved_rest_steps")}
+        after = self.settings.retire_after
+        return prompt_states(self.tasks, queue.uses(), queue.efforts(), queue.last_step(), retire_after=after, **rules)
+
+    def facts(self, queue: RolloutQueue) -> dict[str, int]:
+        """Return how many prompts are retired, rest and are unused, if solve rates choose them."""
+        if self.settings.order != "solve_rate":
+            return {}
+        states = self.states(queue)
+        counts = {"retired": states.retired, "resting": states.resting, "unused": states.unused}
+        return {f"curriculum/{name}": len(prompts) for name, prompts in counts.items()}
 
     def exhausted(self, queue: RolloutQueue) -> str:
         """Return why there can be no further step; "" while there can."""
-        groups = queue.progress()
-        unused = len(self.tasks.keys() - {group.task for group in groups})
-        left = unused + sum(group.step is None and not group.dropped for group in groups)
+        groups, outstanding = queue.progress(), queue.outstanding()
+        states = self.states(queue)
+        left = len(states.unused) + len(states.reusable) + len(states.waiting) + outstanding
         if left >= queue.settings.groups_per_step:
             return ""
-        ended = Counter("dropped" if g.dropped else "trained" for g in groups if g.dropped or g.step is not None)
+        dropped = sum(bool(group.dropped) for group in groups)
         return (
-            f"the prompts are exhausted: of {len(self.tasks)} tasks {ended['trained']} were trained on and "
-            f"{ended['dropped']} dropped; the {left} left do not fill a step of {queue.settings.groups_per_step}"
+            f"the prompts are exhausted: of {len(self.tasks)} tasks {len(groups) - dropped - outstanding} were trained "
+            f"on and {dropped} dropped; the {left} left do not fill a step of {queue.settings.groups_per_step}"
         )
 
 
@@ -221,7 +296,7 @@ def _shuffle_key(seed: int, name: str) -> bytes:
     return sha256(f"{seed}/task/{name}".encode()).digest()
 
 
-def _draw(weights: Mapping[str, float], seed: int, number: int) -> str:
+def _draw(weights: Mapping[NameT, float], seed: int, number: int) -> NameT:
     """Draw a name in proportion to its weight. The draw is a function of the seed and the number of prompts used."""
     uniform = int.from_bytes(sha256(f"{seed}/draw/{number}".encode()).digest()[:8], "big") / 2**64
     ends = list(accumulate(weights.values()))

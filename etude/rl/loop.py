@@ -10,8 +10,8 @@ queue does not know as trained; going back to a checkpoint makes the later group
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from etude.cluster.local import ServiceGaveUp
+from etude.data.packing import Batch
 from etude.harness.trace import Segment, Trace
 from etude.harness.trace_store import load_trace
 from etude.kernels.loss import IGNORE, token_logprobs
@@ -26,12 +27,13 @@ from etude.model.checkpoint import rounded_views
 from etude.model.transformer import Transformer
 from etude.rewards.reward import rescore
 from etude.rl.advantages import KL_FORMS, kl_penalties, token_advantages
+from etude.rl.controls import rollout_advantages, used_rewards
 from etude.rl.objective import PolicyGradient, RolloutBatch
 from etude.rl.packing import TrainingSequence, pack
 from etude.rl.settings import RlSettings
-from etude.rollouts.group_advantages import ADVANTAGES
 from etude.rollouts.queue import ReadyGroup, RolloutQueue
 from etude.runs.layout import RunLayout
+from etude.train.objectives import Objective, next_token
 from etude.train.optim import LRSchedule
 from etude.train.trainer import StepResult, Trainer
 from etude.weights.publisher import Publisher
@@ -71,6 +73,9 @@ class RlLoop:
     reference: Transformer | None  # KL reference policy
     padding: int
     version: int  # newest published weight version
+    seed: int = 0  # of the run
+    demonstrations: Iterator[list[Batch]] | None = None  # of the control imitation: instead of rollouts
+    validate_every: int = 0  # policy steps between validations while the run goes on; 0: none
     reward_weights: Callable[[int], Mapping[str, float]] | None = None  # in force at a policy step
     blocked_by: Callable[[], str] = lambda: ""  # what else a step waits for, apart from groups; "": nothing
     report_status: Callable[..., None] = lambda **facts: None
@@ -78,39 +83,82 @@ class RlLoop:
     checkpoint: Callable[[], None] = lambda: None
 
 
+@dataclass(frozen=True)
+class StepMaterial:
+    """What one policy step learns from."""
+
+    batches: Sequence[Batch]
+    objective: Objective
+    groups: Sequence[ReadyGroup] = ()  # consumed by the step
+    sequences: int = 0
+    divisor: float | None = None  # of the summed loss; None: its mean over tokens
+    scale: float = 1.0  # factor of the learning rate
+    waited: Mapping[str, float] = field(default_factory=dict)  # seconds by reason
+
+
 def learn(loop: RlLoop) -> None:
-    """Take the remaining policy steps, or as many as there are prompts for."""
+    """Take the remaining policy steps, or as many as there is material for."""
     settings, trainer = loop.settings, loop.trainer
     schedule = LRSchedule(settings.steps, settings.warmup_steps, "constant")
     while (step := trainer.step_count) < settings.steps:
         started = time.monotonic()
         try:
-            groups, waited = wait_for_groups(loop, step)
+            material = demonstrations(loop, step) if loop.demonstrations else rollouts(loop, step)
         except RlStalled:
             if step % settings.checkpoint_every:  # a resumed run must not repeat these steps
                 loop.checkpoint()
             raise
-        if groups is None:
+        if material is None:
             if step % settings.checkpoint_every:  # the run ends here: keep the steps since the last checkpoint
                 loop.checkpoint()
             break
         loop.report_status(state="working", step=step)
-        groups = score_groups(loop, groups, step + 1)
-        sequences = build_training_sequences(loop, groups)
-        (batches,) = pack(
-            sequences, trainer.model.config, length=settings.length, rows=settings.rows, padding=loop.padding
-        )
-        # Divided by a constant, so that neither long rollouts nor long steps count less.
-        divisor = settings.groups_per_step * settings.group_size * settings.loss_tokens
-        result = trainer.step(batches, loop.objective, schedule.factor(step), divisor)
+        rate = schedule.factor(step) * material.scale
+        result = trainer.step(material.batches, material.objective, rate, material.divisor)
         check_finite(loop, result, step + 1)
         mismatch = loop.objective.mismatch(loop.version)
-        loop.queue.mark_trained(groups, step + 1)
+        loop.queue.mark_trained(material.groups, step + 1)
         publish(loop)
         wall_s = time.monotonic() - started
-        loop.record_step(step + 1, step_facts(loop, groups, sequences, result, mismatch, waited, wall_s))
-        if trainer.step_count == settings.steps or trainer.step_count % settings.checkpoint_every == 0:
+        loop.record_step(step + 1, step_facts(loop, material, result, mismatch, wall_s))
+        done = trainer.step_count
+        validated = settings.keep_best and loop.validate_every and done % loop.validate_every == 0
+        if done == settings.steps or done % settings.checkpoint_every == 0 or validated:
             loop.checkpoint()
+
+
+def rollouts(loop: RlLoop, step: int) -> StepMaterial | None:
+    """Wait for the groups of the next step and return them as packed sequences; None if there will never be enough."""
+    settings = loop.settings
+    groups, waited = wait_for_groups(loop, step)
+    if groups is None:
+        return None
+    groups = score_groups(loop, groups, step + 1)
+    # Only groups that are alike can have waited longer: the trainer went back to a checkpoint meanwhile.
+    fresh = [group for group in groups if step - group.oldest_step <= settings.max_staleness]
+    sequences = build_training_sequences(loop, fresh)
+    (batches,) = pack(
+        sequences, loop.trainer.model.config, length=settings.length, rows=settings.rows, padding=loop.padding
+    )
+    # Divided by a constant, so that neither long rollouts nor long steps count less.
+    divisor = settings.groups_per_step * settings.group_size * settings.loss_tokens
+    scale = step_scale(settings, groups)
+    return StepMaterial(batches, loop.objective, groups, len(sequences), divisor, scale, waited)
+
+
+def demonstrations(loop: RlLoop, step: int) -> StepMaterial:
+    """Return the next demonstrations, after the evaluation that is due: nothing else keeps pace with such steps."""
+    assert loop.demonstrations is not None
+    started, last, deadline = time.monotonic(), "", 0.0
+    while blocker := loop.blocked_by() or store_blocker(loop):
+        if blocker != last:
+            last, deadline = blocker, time.monotonic() + loop.settings.stall_s
+        if time.monotonic() > deadline:
+            raise RlStalled(f"the trainer has waited {loop.settings.stall_s:.0f} s for {blocker}")
+        loop.report_status(state="waiting", step=step, waiting_for=blocker)
+        time.sleep(POLL_S)
+    waited = {"measurement": time.monotonic() - started} if last else {}
+    return StepMaterial(next(loop.demonstrations), next_token, waited=waited)
 
 
 def wait_for_groups(loop: RlLoop, step: int) -> tuple[list[ReadyGroup] | None, dict[str, float]]:
@@ -124,7 +172,7 @@ def wait_for_groups(loop: RlLoop, step: int) -> tuple[list[ReadyGroup] | None, d
     last = time.monotonic()
     while True:
         blocker = loop.blocked_by() or store_blocker(loop)
-        groups = None if blocker else loop.queue.take(step)
+        groups = None if blocker else take_groups(loop, step)
         now = time.monotonic()
         if groups is not None or (not blocker and prompts_exhausted(loop)):
             return groups, waited
@@ -143,6 +191,30 @@ def wait_for_groups(loop: RlLoop, step: int) -> tuple[list[ReadyGroup] | None, d
             raise RlStalled(f"the trainer has waited {loop.settings.stall_s:.0f} s for groups: {waiting_for}")
         loop.report_status(state="waiting", step=step, waiting_for=waiting_for)
         time.sleep(POLL_S)
+
+
+def take_groups(loop: RlLoop, step: int) -> list[ReadyGroup] | None:
+    """Return the groups of the next step, or None if there are not enough yet."""
+    if not loop.settings.informative_groups:
+        return loop.queue.take(step)
+    return loop.queue.take(step, lambda group: is_informative(*score_groups(loop, [group], step + 1)))
+
+
+def is_informative(group: ReadyGroup) -> bool:
+    """Return whether the rewards of a group differ. If they are all alike, its policy gradient is exactly zero."""
+    totals = [float(slot.record["total"]) for slot in group.slots]
+    return min(totals) < max(totals)
+
+
+def step_scale(settings: RlSettings, groups: Sequence[ReadyGroup]) -> float:
+    """Return the factor of a step's learning rate: the share of its informative groups in `groups_per_step`.
+
+    Adam divides the gradient by its own recent size: where most steps have little signal, the constant divisor of the
+    loss cancels out, and a step with one informative group would move the weights as far as one full of them.
+    """
+    if not settings.informative_groups:
+        return 1.0
+    return min(1.0, sum(map(is_informative, groups)) / settings.groups_per_step)
 
 
 def store_blocker(loop: RlLoop) -> str:
@@ -182,8 +254,7 @@ def build_training_sequences(loop: RlLoop, groups: Sequence[ReadyGroup]) -> list
     estimator = loop.settings.estimator
     sequences: list[TrainingSequence] = []
     for group in groups:
-        rewards = [float((slot.reward or {})["total"]) for slot in group.slots]
-        advantages = ADVANTAGES[estimator.advantage](rewards, **estimator.all_advantage_options)
+        advantages = rollout_advantages(group, loop.settings, loop.seed)
         for slot, advantage in zip(group.slots, advantages, strict=True):
             if not advantage and estimator.kl == "none":
                 continue  # its gradient is exactly zero
@@ -273,31 +344,31 @@ def mismatch_alarms(mismatch: Mapping[str, float], settings: RlSettings) -> list
 
 
 def step_facts(
-    loop: RlLoop,
-    groups: Sequence[ReadyGroup],
-    sequences: Sequence[TrainingSequence],
-    result: StepResult,
-    mismatch: Mapping[str, float],
-    waited: Mapping[str, float],
-    wall_s: float,
+    loop: RlLoop, material: StepMaterial, result: StepResult, mismatch: Mapping[str, float], wall_s: float
 ) -> dict[str, Any]:
     """Return the facts of a step that the trainer records: metrics, tokens, times, mismatch and upload."""
-    uploads = loop.publisher.history[-1:]
+    uploads, settings, shuffled = loop.publisher.history[-1:], loop.settings, {}
+    if settings.control == "placebo":  # the reward that each rollout was given
+        for group in material.groups:
+            rewards = used_rewards(group, settings, loop.seed)
+            shuffled |= {slot.id: reward for slot, reward in zip(group.slots, rewards, strict=True)}
     return {
+        **({"placebo": shuffled} if shuffled else {}),
         **mismatch,
         **({"store_problem": loop.publisher.problem} if loop.publisher.problem else {}),
         "alarms": mismatch_alarms(mismatch, loop.settings),
-        "groups": [group.id for group in groups],
+        "groups": [group.id for group in material.groups],
+        "step_scale": material.scale,
         "version": loop.version,
         "values": result.metrics,
         "gradient_norm": result.gradient_norms["model"],
         "clipped": float(result.clipped),
-        "trained_tokens": result.loss_tokens if sequences else 0,
+        "trained_tokens": result.loss_tokens if material.batches else 0,
         "tokens": result.tokens,
-        "pieces": len(sequences),
+        "pieces": material.sequences,
         "step_s": result.seconds,
-        "waited_s": sum(waited.values()),
-        "waited_for": dict(waited),
+        "waited_s": sum(material.waited.values()),
+        "waited_for": dict(material.waited),
         "wall_s": wall_s,
         "upload": [
             {

@@ -54,14 +54,22 @@ def rollout_facts(groups: Sequence[ReadyGroup]) -> Facts:
         "reward_best": float(np.mean([max(group) for group in totals])),
         # Groups of equal rewards: all advantages are 0, so they have no gradient.
         "groups_alike": float(np.mean([min(group) == max(group) for group in totals])),
+        "informative": float(np.mean([min(group) < max(group) for group in totals])),
         "hacks": sum(bool(reward.get("hack")) for reward in rewards),
     }
     solved = [[bool(slot.record.get("solved")) for slot in group.slots] for group in groups]
     if any("solved" in reward for reward in rewards):
         record |= {"solved": float(np.mean(np.concatenate(solved))), "solved_best": float(np.mean([*map(any, solved)]))}
+        record |= solve_rate_histogram([float(np.mean(group)) for group in solved])
     record |= _means(rewards, "score", "segments", "tokens", "made", "pod_s")
     record |= {f"seconds/{name}": value for name, value in _means(_part(rewards, "seconds")).items()}
     return record | _parts(rewards) | _categories(rewards) | _costs(rewards) | _endings(rewards)
+
+
+def solve_rate_histogram(rates: Sequence[float]) -> Facts:
+    """Return the share of groups that no rollout solved, that all did, and of each quarter in between."""
+    bins = Counter("none" if not rate else "all" if rate == 1 else f"{min(3, int(rate * 4)) * 25}" for rate in rates)
+    return {f"solve_rate/{name}": bins[name] / len(rates) for name in ("none", "0", "25", "50", "75", "all")}
 
 
 def _parts(rewards: Sequence[Facts]) -> Facts:
@@ -124,6 +132,7 @@ def trainer_facts(step_facts: Mapping[str, Any]) -> Facts:
     """Return the trainer's facts of its step under the names of the metrics."""
     names = (
         "gradient_norm",
+        "step_scale",
         "store_problem",
         "clipped",
         *MISMATCHES,
@@ -195,6 +204,7 @@ def progress_line(facts: Mapping[str, Any]) -> str:
         ("reward", "reward {:.3f}"),
         ("solved", "solved {:.0%}"),
         ("solved_best", "best {:.0%}"),
+        ("informative", "informative {:.0%}"),
         ("staleness_max", "stale {}"),
         ("mismatch_numerics_p99", "mismatch {:.2g} numerics"),
         ("mismatch_staleness_p99", "{:.2g} staleness"),
@@ -209,13 +219,16 @@ def progress_line(facts: Mapping[str, Any]) -> str:
     return "  ".join(parts)
 
 
-def stage_facts(metrics: Sequence[Mapping[str, Any]], queue: RolloutQueue, deaths: Sequence[str]) -> Facts:
-    """Return the summary of a finished stage, from its metrics."""
+def stage_facts(
+    metrics: Sequence[Mapping[str, Any]], queue: RolloutQueue, deaths: Sequence[str], result_step: int | None = None
+) -> Facts:
+    """Return the summary of a finished stage, from its metrics; `result_step` made its model, by default the last."""
     steps = [record for record in metrics if not record.get("evaluation")]
     evaluations = sorted((record for record in metrics if record.get("evaluation")), key=lambda record: record["step"])
     facts: Facts = {"steps": len(steps)}
     if steps:
-        facts |= {"reward_first": steps[0]["reward"], "reward_last": steps[-1]["reward"]}
+        if "reward" in steps[0]:
+            facts |= {"reward_first": steps[0]["reward"], "reward_last": steps[-1]["reward"]}
         facts["staleness_max"] = max((record.get("staleness_max", 0) for record in steps), default=0)
         facts |= {name: max(found) for name in MISMATCHES if (found := [r[name] for r in steps if name in r])}
         facts["clipped_share"] = sum(record.get("clipped", 0.0) for record in steps) / len(steps)
@@ -224,7 +237,8 @@ def stage_facts(metrics: Sequence[Mapping[str, Any]], queue: RolloutQueue, death
         facts |= {"seconds": wall, "waited_share": sum(record.get("waited_s", 0.0) for record in steps) / wall}
     if observed := sum(record.get("samplers_seen_s", 0.0) for record in steps):
         facts["samplers_idle_share"] = sum(record.get("samplers_idle_s", 0.0) for record in steps) / observed
-    for name, record in (("before", evaluations[0]), ("after", evaluations[-1])) if len(evaluations) > 1 else ():
+    of_result = next((record for record in evaluations if record["step"] == result_step), (evaluations or [{}])[-1])
+    for name, record in (("before", evaluations[0]), ("after", of_result)) if len(evaluations) > 1 else ():
         bests = [key for key in record if key.startswith("best/") and key.removeprefix("best/").isdigit()]
         top = max(bests, key=lambda key: int(key.removeprefix("best/")), default="")
         kept = [key for key in ("solved", "solved_low", "solved_high", top) if record.get(key) is not None]

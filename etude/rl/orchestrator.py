@@ -25,8 +25,9 @@ from etude.errors import EtudeError, InputError
 from etude.evaluation import held_out, statistics
 from etude.evaluation.scorings import record_scoring
 from etude.files import write_atomically
-from etude.rl import metrics
+from etude.rl import best_checkpoint, metrics
 from etude.rl.curriculum import Curriculum, kind_of
+from etude.rl.imitation import check_demonstrations
 from etude.rl.settings import RlSettings
 from etude.rl.trainer_process import checkpoints, intact_checkpoints
 from etude.rollouts.queue import RolloutQueue
@@ -55,7 +56,8 @@ def run_rl(
     tasks = prepare(run, settings, evaluation, layout)
     with open_queues(layout, settings, evaluation) as (queue, evaluations):
         intact_checkpoints(layout)  # here too, so that the user reads of a damaged one
-        check_queue_matches_checkpoint(layout, queue)
+        if settings.control != "imitation":
+            check_queue_matches_checkpoint(layout, queue)
         queue.release()
         evaluations.release()
         orchestrator = Orchestrator(run, settings, layout, queue, evaluations, tasks, seed, report, evaluation)
@@ -117,10 +119,13 @@ def prepare(run: Run, settings: RlSettings, evaluation: EvaluationSettings | Non
     copy_model(run, settings.model or initial_weights(run, "rl"), layout)
     train = named_tasks(task_directory(run, settings.tasks, "rl.tasks"))
     needed = settings.steps * settings.groups_per_step
-    if len(train) < needed:
+    if settings.control == "imitation":
+        check_demonstrations(layout)
+    elif len(train) * settings.curriculum.reuse < needed:
+        times = "once" if settings.curriculum.reuse == 1 else f"at most {settings.curriculum.reuse} times"
         raise InputError(
             f"rl.tasks has {len(train)} prompts, but {settings.steps} steps of {settings.groups_per_step} groups need "
-            f"{needed}, and a prompt is trained on once: give more tasks or fewer steps"
+            f"{needed}, and a prompt is trained on {times}: give more tasks or fewer steps"
         )
     validation: dict[str, Task] = {}
     if evaluation:
@@ -211,6 +216,7 @@ class Orchestrator:
     logged_deaths: int = field(init=False, default=0)
     last_step_line: str = field(init=False, default="")  # of the progress line
     served_step: int | None = field(init=False, default=None)  # the step whose weights all samplers have
+    judged: object = field(init=False, default=None)  # the evaluations that were judged last
 
     def __post_init__(self) -> None:
         kinds = {name: kind_of(task) for name, task in self.tasks.train.items()}
@@ -241,6 +247,7 @@ class Orchestrator:
         self.start_groups(step)
         self.log_steps(step)
         self.log_evaluations()
+        self.judge_validation()
         self.report_status(step, services)
 
     def update_served_step(self) -> None:
@@ -256,15 +263,16 @@ class Orchestrator:
         With max_staleness = 0 none starts before the samplers have the weights of the last step: this is how the
         asynchronous loop becomes synchronous.
         """
+        if self.settings.control == "imitation":
+            return
         trained = self.queue.last_step()  # briefly larger than `step`, until the step's facts are written
-        left = (self.settings.steps - max(step, trained)) * self.settings.groups_per_step - self.queue.outstanding()
         fresh = trained == step and self.samplers_have(step)
-        wanted = min(self.queue.groups_to_start(fresh=fresh), left)
-        if wanted <= 0:
+        wanted = self.queue.groups_to_start(fresh=fresh, steps_left=self.settings.steps - max(step, trained))
+        if not wanted:
             return
         draw = self.curriculum.next(self.queue, wanted, step / self.settings.steps)
-        self.queue.add(draw.prompts)
-        if draw.missing:
+        self.queue.add(draw.prompts, max_uses=self.settings.curriculum.reuse)
+        if draw.missing and not draw.waiting:
             reason = self.curriculum.exhausted(self.queue) or "no prompt is left"
             write_atomically(self.layout.exhausted, reason)
 
@@ -299,6 +307,7 @@ class Orchestrator:
             groups = self.queue.groups(facts["groups"])
             previous = self.step_records.get(self.logged_steps)
             values = metrics.step_metrics(groups, number, facts, read_statuses(self.layout), self.queue, previous)
+            values |= self.curriculum.facts(self.queue)
             values["infrastructure/deaths"] = len(self.process_deaths) - self.logged_deaths
             self.logged_deaths = len(self.process_deaths)
             self.step_records = {number: values}
@@ -343,6 +352,18 @@ class Orchestrator:
                 self.run.log("rl", step, evaluation=True, **statistics.summarise(results))
                 self.logged_evaluations.add(step)
 
+    def judge_validation(self) -> None:
+        """Tell the trainer the scores of evaluated steps, and record that the run ends here if it has collapsed."""
+        if self.judged == (logged := (self._lineage, frozenset(self.logged_evaluations))):
+            return
+        self.judged, scores = logged, self.scores()
+        best_checkpoint.write_scores(self.layout, scores)
+        if reason := best_checkpoint.collapse(self.evaluations, scores, self.settings):
+            write_atomically(self.layout.collapsed, reason, durable=True)
+
+    def scores(self) -> dict[int, float]:
+        return best_checkpoint.validation_scores(self.run.metrics("rl"))
+
     def report_status(self, step: int, services: LocalServices) -> None:
         """Update the progress line and the orchestrator's own status."""
         counts = self.queue.counts()
@@ -379,7 +400,9 @@ class Orchestrator:
     # -------------------------------------------------------------------------------------- finishing
 
     def is_finished(self, services: LocalServices) -> bool:
-        """Return whether the trainer has finished and its last weights are evaluated."""
+        """Return whether the trainer has finished and its last weights are evaluated, or the run has collapsed."""
+        if self.layout.collapsed.exists():
+            return True
         trainer = services.services.get("trainer")
         if trainer is None or not trainer.finished:
             return False
@@ -391,6 +414,16 @@ class Orchestrator:
         if step not in held_out.started(self.evaluations) and self.samplers_have(step):
             self.start_evaluation(step)
         return step in self.logged_evaluations
+
+    def result(self, saved: dict[int, Path]) -> tuple[int, Path]:
+        """Return the step and the directory of the stage's model: the best on validation, or the last."""
+        last = max(saved)
+        if self.settings.keep_best or self.layout.collapsed.exists():
+            choices = {0: self.layout.model, **saved}
+            scores = {step: score for step, score in self.scores().items() if step in choices}
+            best = best_checkpoint.best_step(scores)
+            return (last, saved[last]) if best is None else (best, choices[best])
+        return last, saved[last]
 
     def samplers_have(self, step: int) -> bool:
         """Return whether every sampler has the weights of this step: the last evaluation is of exactly those."""
@@ -407,21 +440,25 @@ class Orchestrator:
         return [statuses.get(name, {}).get("version") for name in names]
 
     def finish(self) -> Facts:
-        """Save the last weights as a checkpoint of the run, and return the facts of the stage's summary."""
+        """Save the resulting weights as a checkpoint of the run, and return the facts of the stage's summary."""
         found = checkpoints(self.layout)
         note = self.layout.exhausted
         ended_early = note.read_text(encoding="utf-8") if note.exists() else ""
         if not found:
             reason = ended_early or "the trainer ended before its first step"
             raise EtudeError(f"{self.layout.trainer}: no checkpoint: {reason}")
-        step, last = found[-1]
+        step, source = self.result(dict(found))
         if not any(artefact.name == f"rl-{step}" for artefact in self.run.artefacts("checkpoint")):
             origin = Parent(**json.loads(self.layout.origin.read_text(encoding="utf-8")))
             with self.run.checkpoint("rl", step, parents=[origin]) as directory:
                 ignored = shutil.ignore_patterns("optimizer.*", "training.json")
-                shutil.copytree(last, directory, dirs_exist_ok=True, ignore=ignored, copy_function=link_or_copy)
-        facts = metrics.stage_facts(self.run.metrics("rl"), self.queue, self.process_deaths)
-        if ended_early and step < self.settings.steps:
+                shutil.copytree(source, directory, dirs_exist_ok=True, ignore=ignored, copy_function=link_or_copy)
+        facts = metrics.stage_facts(self.run.metrics("rl"), self.queue, self.process_deaths, step)
+        facts |= {"result_step": step, "control": self.settings.control}
+        if self.layout.collapsed.exists():
+            facts["collapsed"] = self.layout.collapsed.read_text(encoding="utf-8")
+            self.report(self.step, self.step, "collapsed")
+        elif ended_early and found[-1][0] < self.settings.steps:
             facts["ended_early"] = ended_early
             self.report(step, step, "ended early")
         if {0, step} <= self.logged_evaluations and step:

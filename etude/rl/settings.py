@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
@@ -32,6 +32,11 @@ class RlSettings(RolloutSettings, SamplerRunSettings):
     steps: int = Field(ge=1, description="policy steps to train")
     group_size: int = Field(default=8, ge=2, description="rollouts per prompt")
 
+    control: Literal["none", "placebo", "rejection", "imitation"] = Field(
+        default="none",
+        description="run a control instead: placebo (rewards shuffled within groups), rejection (fine-tuning on its "
+        "own solved rollouts), imitation (further epochs of sft); also `etude run --control`",
+    )
     estimator: EstimatorSettings = Field(default_factory=EstimatorSettings)
     objective: Annotated[str, registered(OBJECTIVES)] = Field(
         default="policy_gradient", description="loss of a sampled token: policy_gradient, or one of a plugin"
@@ -83,6 +88,17 @@ class RlSettings(RolloutSettings, SamplerRunSettings):
     recompute: bool = Field(default=False, description="activation checkpointing: less memory, a third more compute")
     checkpoint_every: int = Field(default=10, ge=1, description="policy steps between trainer checkpoints")
     keep: int = Field(default=2, ge=1, description="newest trainer checkpoints to keep")
+    keep_best: bool = Field(
+        default=True,
+        description="the stage ends with the model of the evaluated step that has the highest solve rate",
+    )
+    max_validation_fall: float = Field(
+        default=0.1,
+        ge=0,
+        le=1,
+        description="stop the run when the solve rate of an evaluation is below the best one by more than this, and by "
+        "more than the 95 % interval of the difference; 0: never",
+    )
 
     @model_validator(mode="after")
     def _check_key_combinations(self) -> Self:

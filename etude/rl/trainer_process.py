@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 
 from etude.chat.tokenizer import Tokenizer
 from etude.config import read_toml
+from etude.data.packing import Batch
 from etude.errors import EtudeError
 from etude.evaluation import held_out
 from etude.files import commit_directory, files_digest, write_atomically
@@ -34,6 +35,8 @@ from etude.model.config import PROFILE_FILE
 from etude.model.mtp import MTP_FILE, mtp_file
 from etude.model.transformer import Transformer, compile_blocks
 from etude.rewards.live_weights import LiveWeights
+from etude.rl.best_checkpoint import kept_steps, read_scores
+from etude.rl.imitation import demonstration_steps, open_mixture
 from etude.rl.loop import RlLoop, learn, publish
 from etude.rl.objective import PolicyGradient
 from etude.rl.settings import OBJECTIVES, RlSettings, open_rl_run
@@ -90,8 +93,9 @@ def open_loop(layout: RunLayout, settings: RlSettings) -> Iterator[RlLoop]:
             trainer.step_count = found[-1][0]
             trainer.optimizer.load_state_dict(load_file(training_file(origin, OPTIMIZER_FILE)))
         queue = RolloutQueue(layout.slots, settings, durable=True)
-        evaluations = None
+        evaluations, every = None, 0
         if evaluation := load_evaluation(layout):
+            every = evaluation.every
             evaluations = RolloutQueue(layout.evaluations, evaluation_queue(settings, evaluation.validation_samples))
         # Before the queues are rewound: ready groups must not look stale to the orchestrator.
         remove_later_steps(layout, trainer.step_count)
@@ -105,7 +109,7 @@ def open_loop(layout: RunLayout, settings: RlSettings) -> Iterator[RlLoop]:
         except OSError:  # away: the queue knows the numbers too
             stored = None
         weights = settings.weights
-        run = layout.run_id()
+        run, seed = layout.run_id(), int(read_toml(layout.recipe).get("seed", 0))
         with Publisher(store, full_every=weights.full_every, keep=weights.keep, run=run) as publisher:
             loop = RlLoop(
                 layout,
@@ -118,11 +122,14 @@ def open_loop(layout: RunLayout, settings: RlSettings) -> Iterator[RlLoop]:
                 load_reference(layout, settings, device),
                 tokenizer.end_of_text,
                 max(queue.newest_version(), -1 if stored is None else stored),
+                seed=seed,
+                demonstrations=open_demonstrations(layout, settings, trainer.step_count, seed, tokenizer.end_of_text),
                 reward_weights=LiveWeights(layout.run, settings.rewards).at,
-                blocked_by=first_evaluation_blocker(evaluations),
+                validate_every=every,
+                blocked_by=evaluation_blocker(evaluations, partial(blocking_evaluation, settings, every, trainer)),
                 report_status=report_status,
                 record_step=partial(record_step, layout),
-                checkpoint=lambda: write_checkpoint(layout, trainer, tokenizer, settings),
+                checkpoint=lambda: write_checkpoint(layout, trainer, tokenizer, settings, every),
             )
             publish(loop)
             try:
@@ -173,16 +180,35 @@ def load_reference(layout: RunLayout, settings: RlSettings, device: torch.device
     return load(directory, dtype=getattr(torch, settings.precision), device=device).requires_grad_(False)
 
 
-def first_evaluation_blocker(evaluations: RolloutQueue | None) -> Callable[[], str]:
-    """Return a function that says what blocks the first step: the evaluation of exactly the first weights."""
-    finished = evaluations is None
+def open_demonstrations(
+    layout: RunLayout, settings: RlSettings, step: int, seed: int, padding: int
+) -> Iterator[list[Batch]] | None:
+    """Return the demonstrations of the steps after `step`, if the control imitation learns from them."""
+    if settings.control != "imitation":
+        return None
+    return demonstration_steps(open_mixture(layout, seed), settings, step, padding)
+
+
+def blocking_evaluation(settings: RlSettings, validate_every: int, trainer: Trainer) -> int:
+    """Return the step whose evaluation must end before the next step: the first or, with imitation, the last due.
+
+    RL waits for rollouts of its own. Steps of imitation take no time: later weights would answer the evaluation.
+    """
+    step = trainer.step_count
+    return step - step % validate_every if settings.control == "imitation" and validate_every else 0
+
+
+def evaluation_blocker(evaluations: RolloutQueue | None, due: Callable[[], int]) -> Callable[[], str]:
+    """Return a function that says which evaluation blocks the next step: that of exactly the weights of step `due`."""
+    finished: set[int] = set()
 
     def blocked_by() -> str:
-        nonlocal finished
-        if finished or evaluations is None:
+        if evaluations is None or (step := due()) in finished:
             return ""
-        finished = held_out.is_finished(evaluations, 0)
-        return "" if finished else f"the first evaluation: {evaluations.waiting_for(time.time())}"
+        if held_out.is_finished(evaluations, step):
+            finished.add(step)
+            return ""
+        return f"the evaluation at step {step}: {evaluations.waiting_for(time.time())}"
 
     return blocked_by
 
@@ -242,7 +268,9 @@ def _digest(checkpoint: Path) -> str:
     return files_digest(sorted(files.items()))
 
 
-def write_checkpoint(layout: RunLayout, trainer: Trainer, tokenizer: Tokenizer, settings: RlSettings) -> None:
+def write_checkpoint(
+    layout: RunLayout, trainer: Trainer, tokenizer: Tokenizer, settings: RlSettings, validate_every: int
+) -> None:
     """Write a checkpoint under a temporary name, rename it when it is complete, and delete old ones."""
     step = trainer.step_count
     draft = layout.trainer / f".{step:06d}.making"
@@ -261,8 +289,9 @@ def write_checkpoint(layout: RunLayout, trainer: Trainer, tokenizer: Tokenizer, 
         raise EtudeError(f"{draft}: the checkpoint cannot be written: {error}") from error
     final = layout.trainer / f"{step:06d}"
     commit_directory(draft, final)
-    for _, old in checkpoints(layout)[: -settings.keep]:
-        shutil.rmtree(old)
+    found = dict(checkpoints(layout))
+    for old in found.keys() - kept_steps(found.keys(), settings, read_scores(layout), validate_every):
+        shutil.rmtree(found[old])
 
 
 def record_step(layout: RunLayout, step: int, facts: dict[str, Any]) -> None:

@@ -3,109 +3,37 @@
     queued -> starting -> running -> grading -> ready -> trained
        ^---------'----------'----------'   dead worker, expired lease, failed verifier: requeued, never a reward
 
-The slots of one prompt form a group; a prompt is used once. A claim has an attempt number that later reports must
-carry, so a duplicate report, or one from a worker whose lease expired, changes nothing. The current time and policy
-step are arguments, so that a simulation can run years of operation in a second. Workers claim and report, the trainer
-takes groups and marks them as trained, and `reconcile` requeues what was lost.
+The slots of one prompt form a group. A group whose rewards are all alike has no gradient: the trainer judges complete
+groups when it takes a step, and those alike are consumed with the step without counting towards its size. A claim has
+an attempt number that later reports must carry, so a duplicate report, or one of an expired lease, changes
+nothing. The current time and policy step are arguments, so that a simulation can run years of operation in a second.
+Workers claim and report, the trainer takes groups and marks them as trained, and `reconcile` requeues what was lost.
 """
 
 import json
+import math
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from etude.errors import EtudeError, InputError
+from etude.rollouts.queue_records import GroupEffort, GroupProgress, GroupUse, Incident, ReadyGroup, Slot
 from etude.rollouts.queue_schema import FIRST_VERSION, LAST_VERSION, OLDEST_STEP, SCHEMA, SHARED_STEP
 from etude.rollouts.settings import QueueSettings
+from etude.rollouts.step_choice import GroupAge, choose_groups
 
 SlotState = Literal["queued", "starting", "running", "grading", "ready"]
 IN_FLIGHT = "state IN ('starting', 'running', 'grading')"
-IncidentKind = Literal["failed", "lost", "stale", "dropped"]
+# Groups that may still be trained on.
+OUTSTANDING = "step IS NULL AND dropped IS NULL AND informative IS NOT 0"
+SHARE_STEPS = 8  # policy steps' worth of judged groups that the informative share is measured on
 
 
 class StaleClaim(EtudeError):
     """A report for a claim that has expired or been replaced; it must be discarded."""
-
-
-@dataclass(frozen=True)
-class Slot:
-    """One rollout of a group, as its row is now."""
-
-    id: int
-    group: int
-    task: str
-    number: int
-    attempt: int
-    state: str
-    oldest_step: int | None = None  # policy steps that the weights which sampled it count as
-    newest_step: int | None = None
-    reward: dict[str, Any] | None = None
-    trace: str = ""
-    resume: dict[str, Any] | None = None
-    note: str = ""
-
-    @property
-    def record(self) -> dict[str, Any]:
-        """The record of the scored rollout; EtudeError if it has none."""
-        if self.reward is None:
-            raise EtudeError(f"slot {self.id} of {self.task} has no reward: its state is {self.state}")
-        return self.reward
-
-
-@dataclass(frozen=True)
-class ReadyGroup:
-    """The finished rollouts of one prompt."""
-
-    id: int
-    task: str
-    slots: tuple[Slot, ...]
-
-    @property
-    def oldest_step(self) -> int:
-        return min(slot.oldest_step for slot in self.slots if slot.oldest_step is not None)
-
-
-@dataclass(frozen=True)
-class GroupProgress:
-    """How many rollouts of a group are ready. `failures` counts infrastructure failures over all its slots."""
-
-    id: int
-    task: str
-    step: int | None
-    dropped: str
-    size: int
-    ready: int
-    failures: int
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether all rollouts are scored, or the group was dropped."""
-        return bool(self.dropped) or self.ready == self.size
-
-
-@dataclass(frozen=True)
-class GroupEffort:
-    """Mean effort of the finished rollouts of a group; None where unknown. `seconds` is that of the slowest."""
-
-    task: str
-    rollouts: int
-    turns: float | None
-    thinking: float | None
-    solved: float | None
-    seconds: float | None
-
-
-@dataclass(frozen=True)
-class Incident:
-    """A slot that had to be sampled again, or a group (`number` is None) that was dropped, and why."""
-
-    task: str
-    number: int | None
-    kind: IncidentKind
-    why: str
 
 
 class RolloutQueue:
@@ -117,11 +45,14 @@ class RolloutQueue:
         Other processes may lose their last seconds in one: those rollouts run again.
         """
         self.settings = settings
+        self._efforts: dict[int, tuple[tuple[int, int], tuple[Any, ...]]] = {}
         self._db = sqlite3.connect(str(path), isolation_level=None, timeout=30.0)
         self._db.row_factory = sqlite3.Row
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute(f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
         self._db.executescript(SCHEMA)
+        if "informative" not in [row["name"] for row in self._db.execute("PRAGMA table_info(groups)")]:
+            raise InputError(f"{path} was made by an older version of Etude; go on with that one, or start another run")
         self._check_group_size()
 
     @classmethod
@@ -132,7 +63,7 @@ class RolloutQueue:
             queue._db = sqlite3.connect(f"{Path(path).absolute().as_uri()}?mode=ro", uri=True, timeout=30.0)
             queue._db.row_factory = sqlite3.Row
             size = int(queue._scalar("SELECT value FROM plan WHERE key = 'group_size'"))
-            queue.settings = QueueSettings(group_size=size)
+            queue.settings, queue._efforts = QueueSettings(group_size=size), {}
         except (sqlite3.Error, TypeError) as error:
             raise InputError(f"{path} is not a rollout queue, or not yet: {error}") from error
         return queue
@@ -161,28 +92,50 @@ class RolloutQueue:
     # ------------------------------------------------------------------------------------------ adding groups
 
     def outstanding(self) -> int:
-        """Return how many groups were started and neither trained nor dropped."""
-        return int(self._scalar("SELECT COUNT(*) FROM groups WHERE step IS NULL AND dropped IS NULL"))
+        """Return how many groups were started and neither consumed, dropped, nor found to be alike."""
+        return int(self._scalar(f"SELECT COUNT(*) FROM groups WHERE {OUTSTANDING}"))
 
-    def groups_to_start(self, *, fresh: bool = True) -> int:
-        """Return how many new groups to start.
+    def informative_share(self) -> float:
+        """Return the share of informative groups among those judged last; 1 before any is judged.
 
-        While the samplers do not have the weights of the last step yet (not `fresh`), the limit is lower by the
+        One step of informative groups is counted in addition, so that a few groups do not make an estimate of 0.
+        """
+        size = self.settings.groups_per_step
+        judged, informative = self._db.execute(
+            """SELECT COUNT(*), COALESCE(SUM(informative), 0) FROM (
+                   SELECT informative FROM groups WHERE informative IS NOT NULL ORDER BY id DESC LIMIT ?)""",
+            (SHARE_STEPS * size,),
+        ).fetchone()
+        return (informative + size) / (judged + size)
+
+    def groups_to_start(self, *, fresh: bool = True, steps_left: int | None = None) -> int:
+        """Return how many new groups to start, with at most `steps_left` policy steps to come.
+
+        So many that the expected number of informative ones fills the next step and the prefetched ones. If all of them
+        turn out to be informative, none may become too stale: never more than those of 1 + max_staleness steps.
+        While the samplers do not have the weights of the last step yet (not `fresh`), both limits are lower by the
         groups of one step: groups started then would be one step staler, and others are in flight meanwhile.
         """
-        limit = self.settings.max_outstanding_groups - (0 if fresh else self.settings.groups_per_step)
-        return max(0, limit - self.outstanding())
+        size, late = self.settings.groups_per_step, 0 if fresh else self.settings.groups_per_step
+        useful = self.settings.max_outstanding_groups - late
+        if steps_left is not None:
+            useful = min(useful, steps_left * size)
+        ready = int(self._scalar(f"SELECT COUNT(*) FROM groups WHERE {OUTSTANDING} AND informative"))
+        expected = ready + math.ceil(max(0, useful - ready) / self.informative_share())
+        return max(0, min(expected, (1 + self.settings.max_staleness) * size - late) - self.outstanding())
 
-    def add(self, tasks: Iterable[tuple[str, float]], size: int | None = None) -> int:
-        """Start groups for prompts, given with their expected seconds; prompts that were used before are skipped.
+    def add(self, tasks: Iterable[tuple[str, float]], size: int | None = None, *, max_uses: int = 1) -> int:
+        """Start groups for prompts, given with their expected seconds; skip prompts that were used `max_uses` times.
 
         `size` is the number of rollouts of each, where it is another than that of training.
         """
         added, size = 0, size or self.settings.group_size
         with self._transaction() as db:
             for task, expected in tasks:
-                found = db.execute("INSERT OR IGNORE INTO groups (task, expected) VALUES (?, ?)", (task, expected))
-                if found.rowcount:
+                (uses,) = db.execute("SELECT COUNT(*) FROM groups WHERE task = ?", (task,)).fetchone()
+                if uses < max_uses:
+                    row = (task, uses + 1, expected)
+                    found = db.execute("INSERT INTO groups (task, use, expected) VALUES (?, ?, ?)", row)
                     added += 1
                     rows = [(found.lastrowid, number) for number in range(size)]
                     db.executemany("INSERT INTO slots (grp, number) VALUES (?, ?)", rows)
@@ -289,7 +242,10 @@ class RolloutQueue:
     # ------------------------------------------------------------------------------------------ reconciling
 
     def reconcile(self, now: float, step: int) -> dict[str, int]:
-        """Requeue slots whose lease expired, and rollouts too stale for the trainer at `step`; return the counts."""
+        """Requeue slots whose lease expired, and rollouts too stale for the trainer at `step`; return the counts.
+
+        Groups that are alike have no gradient: they are consumed at any age.
+        """
         with self._transaction() as db:
             lost = db.execute(
                 f"""UPDATE slots SET state='queued', failures=failures+1, worker='', note='its lease expired'
@@ -299,9 +255,15 @@ class RolloutQueue:
             stale = db.execute(
                 """UPDATE slots SET state='queued', reward=NULL, trace='', oldest=NULL, newest=NULL, resume='',
                           note='too stale to train on'
-                   WHERE state='ready' AND oldest < ? AND grp IN (SELECT id FROM groups WHERE step IS NULL)""",
+                   WHERE state='ready' AND oldest < ? AND grp IN (
+                       SELECT id FROM groups WHERE step IS NULL AND informative IS NOT 0)""",
                 (step - self.settings.max_staleness,),
             ).rowcount
+            if stale:  # such a group is judged again when it is complete again
+                db.execute(
+                    """UPDATE groups SET informative=NULL WHERE step IS NULL AND informative = 1
+                       AND id IN (SELECT grp FROM slots WHERE state = 'queued')"""
+                )
         return {"lost": lost, "stale": stale, "dropped": self._drop_failed_groups()}
 
     def _drop_failed_groups(self) -> int:
@@ -322,14 +284,29 @@ class RolloutQueue:
         """Return the groups that are complete and not too stale for the trainer at `step`, the stalest first."""
         return self.groups(row["grp"] for row in self._trainable(step) if not row["missing"])
 
-    def take(self, step: int) -> list[ReadyGroup] | None:
+    def take(
+        self, step: int, is_informative: Callable[[ReadyGroup], bool] = lambda group: True
+    ) -> list[ReadyGroup] | None:
         """Return the groups of the step after `step`; None while there are not enough, or slow ones are awaited.
+
+        Complete groups are judged first, once each. The step has `groups_per_step` informative groups, and after them
+        the groups that are alike so far; at `max_groups_per_step` of both kinds it has the informative ones there are.
 
         Every step makes unfinished groups one step staler. Instead of discarding those that become too stale and
         starting them again, which for long tasks would never end, the trainer waits for them.
         """
+        unjudged = [row["grp"] for row in self._trainable(step) if not row["missing"] and row["informative"] is None]
+        if verdicts := [(is_informative(group), group.id) for group in self.groups(unjudged)]:
+            with self._transaction() as db:
+                db.executemany("UPDATE groups SET informative=? WHERE id=?", verdicts)
         chosen, awaited = self._choose(step)
-        return None if awaited or len(chosen) < self.settings.groups_per_step else self.groups(chosen)
+        limit = self.settings.groups_limit
+        alike = self._db.execute(
+            "SELECT id FROM groups WHERE step IS NULL AND dropped IS NULL AND informative = 0 ORDER BY id LIMIT ?",
+            (limit - len(chosen),),
+        ).fetchall()
+        enough = len(chosen) == self.settings.groups_per_step or len(chosen) + len(alike) >= limit
+        return self.groups([*chosen, *(row["id"] for row in alike)]) if enough and not awaited else None
 
     def awaited_tasks(self, step: int) -> list[str]:
         """Return the tasks of slow groups that the next step waits for although enough others are ready."""
@@ -337,42 +314,23 @@ class RolloutQueue:
         return awaited if len(chosen) == self.settings.groups_per_step else []
 
     def _choose(self, step: int) -> tuple[list[int], list[str]]:
-        """Return the stalest ready groups for one step, and the tasks of staler unfinished groups to wait for.
-
-        Waiting is chosen only if fewer groups will then exceed max_staleness in the steps to come.
-        """
-        size, rows = self.settings.groups_per_step, self._trainable(step)
-        chosen = [row for row in rows if not row["missing"]][:size]
-        # A group that has repeatedly killed its workers is not waited for.
-        unfinished = [row for row in rows if row["missing"] and row["tries"] <= self.settings.max_attempts]
-        first = sorted((*chosen, *unfinished), key=lambda row: int(row["age"]))[:size]
-        awaited = [row["task"] for row in first if row["missing"]]
-        if awaited and self._will_be_stale(rows, first, step) >= self._will_be_stale(rows, chosen, step):
-            awaited = []
-        return [row["grp"] for row in chosen], awaited
-
-    def _will_be_stale(self, rows: Sequence[sqlite3.Row], taken: Sequence[sqlite3.Row], step: int) -> int:
-        """Return a lower bound on how many groups will exceed max_staleness before they are trained, if the next step
-        takes `taken`."""
-        size, least = self.settings.groups_per_step, step + 1 - self.settings.max_staleness
-        left = [row["age"] for row in rows if row not in taken]  # the stalest first
-        kept = 0
-        for age in left:
-            kept += age >= least + kept // size
-        return len(left) - kept
+        """Return the stalest ready groups for one step, and the tasks of staler unfinished groups to wait for."""
+        chosen, awaited = choose_groups([GroupAge(**row) for row in self._trainable(step)], step, self.settings)
+        return [group.grp for group in chosen], [group.task for group in awaited]
 
     def _trainable(self, step: int) -> list[sqlite3.Row]:
-        """Return started groups that are not too stale yet, with their unfinished slots and their oldest step (age)."""
+        """Return groups that are neither too stale nor alike, with their unfinished slots and oldest step (age)."""
         return self._db.execute(
-            """SELECT grp, task, SUM(state != 'ready') AS missing, MAX((state != 'ready') * attempt) AS tries,
+            f"""SELECT grp, task, informative, SUM(state != 'ready') AS missing,
+                      MAX((state != 'ready') * attempt) AS tries,
                       MIN(CASE WHEN state != 'queued' OR resume != '' THEN oldest END) AS age
-               FROM slots JOIN groups ON groups.id = grp WHERE step IS NULL AND dropped IS NULL
+               FROM slots JOIN groups ON groups.id = grp WHERE {OUTSTANDING}
                GROUP BY grp HAVING age >= ? ORDER BY age, grp""",
             (step - self.settings.max_staleness,),
         ).fetchall()
 
     def mark_trained(self, groups: Iterable[ReadyGroup], step: int) -> None:
-        """Record that these groups were trained in this step, with these rewards."""
+        """Record that these groups were consumed by this step, with these rewards."""
         with self._transaction() as db:
             for group in groups:
                 found = db.execute(
@@ -519,16 +477,37 @@ class RolloutQueue:
         ).fetchall()
         return [GroupProgress(**row) for row in rows]
 
+    def uses(self) -> list[GroupUse]:
+        """Return every use of a prompt, in the order the groups were started."""
+        rows = self._db.execute("SELECT task, step, dropped IS NOT NULL AS dropped FROM groups ORDER BY id").fetchall()
+        return [GroupUse(row["task"], row["step"], bool(row["dropped"])) for row in rows]
+
     def efforts(self) -> list[GroupEffort]:
-        """Return the mean effort of each group's finished rollouts, in the order the groups were started."""
+        """Return the mean effort of each group's finished rollouts, in the order the groups were started.
+
+        Reading rewards takes long in a long run: only those of groups that have changed since the last call are read.
+        """
         rows = self._db.execute(
-            """SELECT task, COUNT(*) AS rollouts, AVG(json_extract(reward, '$.cost.turns')) AS turns,
-                      AVG(json_extract(reward, '$.cost.thinking')) AS thinking,
-                      AVG(json_extract(reward, '$.solved')) AS solved,
-                      MAX((SELECT SUM(value) FROM json_each(reward, '$.seconds'))) AS seconds
+            """SELECT grp, task, step, COUNT(*) AS rollouts, SUM(attempt) AS attempts
                FROM slots JOIN groups ON groups.id = grp WHERE state = 'ready' GROUP BY grp ORDER BY grp"""
         ).fetchall()
-        return [GroupEffort(**row) for row in rows]
+        for row in rows:
+            known = (row["rollouts"], row["attempts"])
+            if self._efforts.get(row["grp"], ((0, 0), ()))[0] != known:
+                self._efforts[row["grp"]] = known, self._effort(row["grp"])
+        return [GroupEffort(row["task"], row["step"], row["rollouts"], *self._efforts[row["grp"]][1]) for row in rows]
+
+    def _effort(self, group: int) -> tuple[Any, ...]:
+        """Return mean turns, thinking and solved of a group's finished rollouts, and the seconds of the slowest."""
+        return tuple(
+            self._db.execute(
+                """SELECT AVG(json_extract(reward, '$.cost.turns')), AVG(json_extract(reward, '$.cost.thinking')),
+                          AVG(json_extract(reward, '$.solved')),
+                          MAX((SELECT SUM(value) FROM json_each(reward, '$.seconds')))
+                   FROM slots WHERE state = 'ready' AND grp = ?""",
+                (group,),
+            ).fetchone()
+        )
 
     def trained_rewards(self, step: int, limit: int) -> list[dict[str, Any]]:
         """Return the rewards of the last `limit` rollouts trained on up to a step, oldest first."""

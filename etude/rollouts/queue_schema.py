@@ -9,10 +9,13 @@ SCHEMA = """
 CREATE TABLE IF NOT EXISTS plan (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS groups (
     id INTEGER PRIMARY KEY,
-    task TEXT NOT NULL UNIQUE,           -- a prompt is used once, whatever happens
+    task TEXT NOT NULL,
+    use INTEGER NOT NULL DEFAULT 1,      -- counts the groups of this prompt
     expected REAL NOT NULL DEFAULT 0,    -- expected seconds: long groups start early
-    step INTEGER,                        -- policy step that trained it; NULL: not trained
-    dropped TEXT                         -- why it will never be trained
+    step INTEGER,                        -- policy step that consumed it; NULL: none yet
+    informative INTEGER,                 -- 1: its rewards differ; 0: they are alike; NULL: not judged yet
+    dropped TEXT,                        -- why it will never be trained
+    UNIQUE (task, use)
 );
 CREATE TABLE IF NOT EXISTS slots (
     id INTEGER PRIMARY KEY,

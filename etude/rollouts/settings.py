@@ -49,6 +49,15 @@ class QueueSettings(QueueLimits):
 
     group_size: int = Field(default=8, ge=1, description="rollouts per prompt")
     groups_per_step: int = Field(default=8, ge=1, description="groups (prompts) per policy step")
+    informative_groups: bool = Field(
+        default=True,
+        description="count only groups whose rewards differ towards groups_per_step, and sample until there are enough",
+    )
+    max_groups_per_step: int | None = Field(
+        default=None,
+        ge=1,
+        description="groups after which a step is taken with fewer informative ones; default: 4 times groups_per_step",
+    )
     max_staleness: int = Field(
         default=4, ge=0, description="maximum policy steps between sampling a token and training on it; 0: synchronous"
     )
@@ -62,11 +71,21 @@ class QueueSettings(QueueLimits):
             raise ValueError(
                 f"prefetch_steps = {self.prefetch_steps:g} is more than max_staleness = {self.max_staleness} allows"
             )
+        if self.max_groups_per_step is not None and not self.informative_groups:
+            raise ValueError("max_groups_per_step would not be used: informative_groups is off")
+        if self.max_groups_per_step is not None and self.max_groups_per_step < self.groups_per_step:
+            limit = f"max_groups_per_step = {self.max_groups_per_step}"
+            raise ValueError(f"{limit} is less than groups_per_step = {self.groups_per_step}")
         return self
 
     @property
+    def groups_limit(self) -> int:
+        """Groups, informative or not, after which a step is taken."""
+        return 4 * self.groups_per_step if self.max_groups_per_step is None else self.max_groups_per_step
+
+    @property
     def max_outstanding_groups(self) -> int:
-        """Maximum number of groups started and not yet trained. Each prefetched step adds one step of staleness."""
+        """Number of useful groups to have started and not yet trained. Each prefetched step adds one of staleness."""
         steps = self.max_staleness / 2 if self.prefetch_steps is None else self.prefetch_steps
         return math.ceil((1 + steps) * self.groups_per_step)
 

@@ -12,6 +12,8 @@
     rl/pods/                                  state of the workers' pods
     rl/trainer/                               trainer checkpoints, and the facts of each policy step
     rl/exhausted                              why no prompt is left, if that is so
+    rl/validation.json                        solve rate on validation by policy step
+    rl/collapsed                              why the run was stopped, if its validation fell
     rl/services/NAME.json, rl/logs/NAME.log   status and log of every process
     evaluation/MODEL/                         the same files for the evaluation of one model, by the stage `evaluation`
     evaluation/pods/                          state of the pods of all these evaluations
@@ -48,6 +50,7 @@ class RunLayout:
         self.tasks, self.exhausted = root / "tasks.json", root / "exhausted"
         self.pods = (root if service_root == RL_ROOT else root.parent) / "pods"
         self.model, self.origin, self.store = root / "model", root / "origin.json", weights_url or str(root / "weights")
+        self.validation, self.collapsed = root / "validation.json", root / "collapsed"
         self.traces, self.evaluation_traces = root / "traces", root / "evaluation-traces"
         self.partial, self.trainer = root / "partial", root / "trainer"
         self.steps = self.trainer / "steps"

@@ -144,22 +144,27 @@ def build_components(context: StageContext, stage: str, settings: TrainingSettin
         compile_blocks(model)
     layers = _mtp_directory(run, stage, origin, own)
     mtp = _compiled(load_mtp(layers, model.config, dtype, device), settings) if layers else None
+    mixture = build_mixture(run, stage, settings, context.seed, tokenizer)
+    held_out = _open_held_out(run, stage, settings, model, tokenizer)
+    own_profile = directory / PROFILE_FILE
+    profile = context.profile or (own_profile.read_text(encoding="utf-8") if own_profile.exists() else "")
+    return StageComponents(stage, settings, origin, model, mtp, tokenizer, mixture, held_out, profile)
+
+
+def build_mixture(run: Run, stage: str, settings: TrainingSettings, seed: int, tokenizer: Tokenizer) -> Mixture:
+    """Return the mixture of a stage's corpora, at its beginning."""
     shards = {part.corpus: _open_shards(run, part.corpus, "train", tokenizer) for part in settings.mix}
     for name, store in shards.items():
         if stage == "sft" and not store.has_mask:
             raise InputError(f"sft learns from conversations; corpus {name} has none: build it with chat = true")
     sources = [MixtureSource(part.corpus, shards[part.corpus], part.weight) for part in settings.mix]
-    mixture = Mixture(
+    return Mixture(
         sources,
         length=settings.length,
-        seed=context.seed,
+        seed=seed,
         keep_whole=isinstance(settings, SftSettings),
         min_document=settings.min_document if isinstance(settings, ExtendSettings) else 1,
     )
-    held_out = _open_held_out(run, stage, settings, model, tokenizer)
-    own_profile = directory / PROFILE_FILE
-    profile = context.profile or (own_profile.read_text(encoding="utf-8") if own_profile.exists() else "")
-    return StageComponents(stage, settings, origin, model, mtp, tokenizer, mixture, held_out, profile)
 
 
 def _open_held_out(

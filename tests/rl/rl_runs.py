@@ -116,13 +116,19 @@ def random_trace(rng: np.random.Generator, *segments: Segment, ending: SessionEn
     return Trace(f"{rng.integers(1 << 30)}", "task", "qwen3", "tiny", (), used, (), ending)
 
 
-def finish_slots(layout: RunLayout, queue: RolloutQueue, rng: np.random.Generator, version: int = 0) -> int:
-    """Finish every slot that can be claimed, with random tokens and rewards; return how many."""
+def finish_slots(
+    layout: RunLayout, queue: RolloutQueue, rng: np.random.Generator, version: int = 0, *, may_be_alike: bool = False
+) -> int:
+    """Finish every slot that can be claimed, with random tokens and rewards of 0 or 1; return how many.
+
+    The two rewards of a group differ, unless they `may_be_alike`.
+    """
     layout.traces.mkdir(parents=True, exist_ok=True)
     done = 0
     while (slot := queue.claim("worker", 0.0)) is not None:
         name = f"traces/{slot.id}-{slot.attempt}.trace"
         save_trace(random_trace(rng, random_segment(rng, version=version)), layout.root / name)
-        queue.finish(slot, {"total": float(rng.integers(2))}, name, (version, version))
+        reward = rng.integers(2) if may_be_alike else (slot.number + slot.group) % 2
+        queue.finish(slot, {"total": float(reward)}, name, (version, version))
         done += 1
     return done

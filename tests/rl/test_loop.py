@@ -71,10 +71,12 @@ def prepare_run(recipe: Path, run: Path, *overrides: str) -> RunLayout:
     return layout
 
 
-def fill(layout: RunLayout, groups: int, seed: int = 0, version: int = 0) -> RolloutQueue:
+def fill(
+    layout: RunLayout, groups: int, seed: int = 0, version: int = 0, *, may_be_alike: bool = False
+) -> RolloutQueue:
     queue = RolloutQueue(layout.slots, open_rl_run(layout.run)[1])
     queue.add((f"task-{number}", 1.0) for number in range(groups))
-    finish_slots(layout, queue, np.random.default_rng(seed), version)
+    finish_slots(layout, queue, np.random.default_rng(seed), version, may_be_alike=may_be_alike)
     return queue
 
 
@@ -138,8 +140,9 @@ def test_a_mismatch_beyond_its_limit_is_an_alarm_that_says_what_to_do(recipe: Pa
 
 def one_step(recipe: Path, run: Path, *overrides: str) -> tuple[torch.Tensor, dict[str, Any]]:
     """Take one policy step on the same groups; return the change of all weights, and the facts of the step."""
-    layout = prepare_run(recipe, run, "rl.steps=1", "rl.weights.dtype=float32", *overrides)
-    fill(layout, 2, seed=1)
+    changes = "rl.steps=1", "rl.weights.dtype=float32", "rl.informative_groups=false"
+    layout = prepare_run(recipe, run, *changes, *overrides)
+    fill(layout, 2, seed=1, may_be_alike=True)
     with open_loop(layout, open_rl_run(layout.run)[1]) as loop:
         before = torch.cat([p.detach().flatten().clone() for p in loop.trainer.model.parameters()])
         learn(loop)
@@ -294,7 +297,7 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(
 
 
 def test_weights_edited_between_two_members_of_a_group_do_not_become_advantage(recipe: Path, tmp_path: Path) -> None:
-    layout = prepare_run(recipe, tmp_path / "run", "rl.steps=1", "rl.rewards.correctness=1.0")
+    layout = prepare_run(recipe, tmp_path / "run", "rl.steps=1", "rl.informative_groups=false")
     settings = open_rl_run(layout.run)[1]
     queue, workers = RolloutQueue(layout.slots, settings), LiveWeights(layout.run, settings.rewards)
     queue.add([("a", 1.0), ("b", 1.0)])

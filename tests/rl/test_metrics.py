@@ -126,7 +126,8 @@ def test_mean_and_best_match_the_rewards(totals: list[list[float]]) -> None:
 
 def test_unknown_facts_are_left_out_and_never_zero() -> None:
     record = metrics.rollout_facts([group({"total": 1.0}, {"total": 0.0})])
-    assert record.keys() == {"groups", "rollouts", "reward", "reward_std", "reward_best", "groups_alike", "hacks"}
+    counts = {"groups", "rollouts", "groups_alike", "informative", "hacks"}
+    assert record.keys() == {*counts, "reward", "reward_std", "reward_best"}
     with pytest.raises(EtudeError, match="has no reward: its state is ready"):
         metrics.rollout_facts([ReadyGroup(1, "t", (Slot(1, 1, "t", 0, 1, "ready"),))])
 
