@@ -352,6 +352,37 @@ async def a_refused_pod_leaves_nothing_behind(context: CheckContext) -> None:
     await eventually(clean)
 
 
+RESCHEDULE = """
+import os, sys
+pid = int(sys.argv[1])
+for call in (
+    lambda: os.sched_setaffinity(pid, os.sched_getaffinity(0)),
+    lambda: os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0)),
+    lambda: os.sched_setparam(pid, os.sched_param(0)),
+    lambda: os.setpriority(os.PRIO_PROCESS, pid, 19),
+):
+    try:
+        call()
+        print("allowed")
+    except OSError:
+        print("refused")
+"""
+
+
+@check
+async def the_scheduling_of_host_processes_of_our_user_cannot_be_changed(context: CheckContext) -> None:
+    if context.can.isolation == "none":
+        raise Skip("nothing is isolated on this backend")
+    alone = await asyncio.create_subprocess_exec("sleep", "600")
+    try:
+        async with context.pod() as pod:
+            result = await pod.exec(["python3", "-c", RESCHEDULE, str(alone.pid)])
+            assert result.stdout.split() == ["refused"] * 4, result
+    finally:
+        alone.kill()
+        await alone.wait()
+
+
 FLOOD = Path(__file__).with_name("flood_script.py")
 # What is taken; how much of it another pod, a new one and we must still get; what the attacker gets at least.
 FLOODS = {"inotify": (8, 16), "descriptors": (4, 20), "signals": (500, 1000), "terminals": (4, 100)}
