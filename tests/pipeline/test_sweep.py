@@ -146,7 +146,7 @@ def test_values_are_split_at_commas_outside_of_brackets_and_quotes() -> None:
 
 def test_seeds_and_names_are_not_settings_of_arms() -> None:
     for setting in ("seed=1,2", "name=other"):
-        with pytest.raises(InputError, match="a sweep sets (seed|name) itself"):
+        with pytest.raises(InputError, match=r"a sweep sets (seed|name) itself"):
             split_values(setting)
 
 
