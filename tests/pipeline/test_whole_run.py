@@ -276,7 +276,7 @@ def test_the_demo_killed_in_every_stage_ends_with_the_same_result(tmp_path: Path
         found.append((lineage(run), done(run)))
     finish(recipe, run, "--resume")
 
-    assert list(done(run)) == list(STAGES)
+    assert set(done(run)) == set(STAGES)
     for made, stages in found:  # what was finished at a kill is unchanged, and was not made again
         assert lineage(run).startswith(made)
         assert stages.items() <= done(run).items()
