@@ -393,6 +393,8 @@ class Worker:
         """Return a task by its name in the queue; in the evaluation queue names are STEP/TASK."""
         plain = name if queue == "training" else name.partition("/")[2]
         directory = self.config.tasks[queue].get(plain)
+        if directory is None and queue == "training":  # added since this worker was started
+            directory = self.layout.task_lists()["train"].get(plain)
         if directory is None:
             raise InputError(f"there is no task {plain} in {self.layout.tasks}")
         if directory not in self._tasks:

@@ -12,6 +12,7 @@
     rl/pods/                                  state of the workers' pods
     rl/trainer/                               trainer checkpoints, and the facts of each policy step
     rl/exhausted                              why no prompt is left, if that is so
+    rl/siblings.json, rl/siblings/            harder siblings of retired tasks
     rl/validation.json                        solve rate on validation by policy step
     rl/collapsed                              why the run was stopped, if its validation fell
     rl/services/NAME.json, rl/logs/NAME.log   status and log of every process
@@ -39,6 +40,7 @@ class RunLayout:
         self.slots, self.evaluations = root / "slots.sqlite", root / "evaluations.sqlite"
         self.tasks, self.exhausted, self.pods = root / "tasks.json", root / "exhausted", root / "pods"
         self.model, self.origin, self.store = root / "model", root / "origin.json", weights_url or str(root / "weights")
+        self.siblings, self.sibling_tasks = root / "siblings.json", root / "siblings"
         self.validation, self.collapsed = root / "validation.json", root / "collapsed"
         self.traces, self.evaluation_traces = root / "traces", root / "evaluation-traces"
         self.partial, self.trainer = root / "partial", root / "trainer"
