@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from etude.tasks.settings import TaskSetSettings
-from etude.tasks.sources import DemonstrationRow, TaskSource, task_source
+from etude.tasks.sources import DemonstrationRow, TaskSource, task_source, write_task
 
 if TYPE_CHECKING:
     from etude.chat.dialects.dialect import Dialect
@@ -29,6 +29,14 @@ class NanoTaskSource(TaskSource):
 
         assert settings.count is not None  # checked by the settings
         source.generate_nano(directory, settings.count, settings.split, settings.seed, settings.difficulties)
+
+    def harder(self, task: Path, out: Path, seed: int, exclude: Collection[Path]) -> bool:
+        from etude_nano.siblings import harder_sibling
+
+        files = harder_sibling(task, seed, exclude)
+        if files is not None:
+            write_task(out, files)
+        return files is not None
 
     async def demonstrations(
         self, settings: TaskSetSettings, exclude: Collection[Path], dialect: Dialect

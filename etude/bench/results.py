@@ -18,7 +18,8 @@ import numpy as np
 from etude.bench.policies import TokenPrice
 from etude.evaluation.held_out import Evaluation
 from etude.evaluation.statistics import bootstrap_interval, compare, summarise
-from etude.rollouts.queue import GroupProgress, Incident, ReadyGroup, RolloutQueue, Slot
+from etude.rollouts.queue import RolloutQueue
+from etude.rollouts.queue_records import GroupProgress, Incident, ReadyGroup, Slot
 
 FORMAT = 1  # of summary.json
 SEED = 0  # of the bootstrap: the same trials give the same intervals

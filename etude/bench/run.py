@@ -26,7 +26,8 @@ from etude.files import write_atomically
 from etude.harness.search.searcher import open_searcher
 from etude.harness.trace_store import save_trace
 from etude.pods.fleet import Fleet, open_fleet
-from etude.rollouts.queue import RolloutQueue, Slot
+from etude.rollouts.queue import RolloutQueue
+from etude.rollouts.queue_records import Slot
 from etude.rollouts.rollout import Rollout, RolloutFailed, rollout_seed, run_rollout
 from etude.rollouts.settings import QueueSettings, evaluation_queue
 from etude.system.progress import progress_bars

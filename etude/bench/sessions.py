@@ -33,7 +33,8 @@ from etude.harness.trace_store import load_trace
 from etude.inference.clients.openai import ChatUsage
 from etude.inference.clients.transport import RequestLimiter
 from etude.pods.fleet import Fleet
-from etude.rollouts.queue import RolloutQueue, Slot
+from etude.rollouts.queue import RolloutQueue
+from etude.rollouts.queue_records import Slot
 
 RUNNING_STATES = ("starting", "running", "grading")
 

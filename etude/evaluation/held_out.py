@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from etude.errors import EtudeError, InputError
-from etude.rollouts.queue import ReadyGroup, RolloutQueue
+from etude.rollouts.queue import RolloutQueue
+from etude.rollouts.queue_records import ReadyGroup
 
 # ------------------------------------------------------------------------------------------- starting
 

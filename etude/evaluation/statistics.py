@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from etude.errors import InputError
 from etude.evaluation.held_out import Evaluation
-from etude.rollouts.queue import Slot
+from etude.rollouts.queue_records import Slot
 from etude.tasks.task import TASK_LABELS
 
 RESAMPLES = 2000  # of a bootstrap: its own error in a bound is then a few hundredths of the interval's width

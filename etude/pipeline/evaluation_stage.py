@@ -36,7 +36,7 @@ from etude.pipeline.rl_stage import (
     launched_samplers_and_workers,
     session_seconds,
     sessions_memory,
-    working_pod_backend,
+    working_pods,
 )
 from etude.pipeline.stage import Facts, PlanContext, RecipeInputs, Stage, StageModel, StagePlan, inspect_model
 from etude.recipe.recipe import Recipe
@@ -60,7 +60,7 @@ class EvaluationStage(Stage[EvaluationSettings]):
             for model in models.values():
                 if model.tokenizer is not None:
                     dialect_for(model.tokenizer, sessions.dialect)
-            inputs.pods = inputs.pods or working_pod_backend()
+            inputs.pods = inputs.pods or working_pods().summary()
 
     def models(self, inputs: RecipeInputs) -> dict[str, StageModel]:
         """Return the models to score, as far as they can be known."""

@@ -26,8 +26,6 @@ def stage_key(recipe: Recipe, stage: str) -> dict[str, Any]:
         if name not in {"name", "loggers", "stages"} and name not in later
     }
     key["stages"] = list(until)
-    if recipe.rl is not None and recipe.rl.evaluation is not None:  # what is measured must not be trained on
-        key["evaluation"] = settings_data(recipe.rl.evaluation)
     if any(name in TRAINING_STAGES for name in until):  # pretrain keeps a checkpoint for mtp; later stages train it too
         key["mtp"] = settings_data(recipe.mtp) if recipe.mtp else None
     if "sft" in until:  # its checkpoints say how the model is used

@@ -11,7 +11,7 @@ import random
 
 from etude.rl.settings import RlSettings
 from etude.rollouts.group_advantages import ADVANTAGES
-from etude.rollouts.queue import ReadyGroup
+from etude.rollouts.queue_records import ReadyGroup
 
 
 def used_rewards(group: ReadyGroup, settings: RlSettings, seed: int) -> list[float]:

@@ -23,7 +23,8 @@ from pydantic import Field, JsonValue, model_validator
 from etude.config import Registry, Settings, check_options, registered
 from etude.errors import InputError
 from etude.rl.solve_rate import PromptStates, SolveRates, measure, prompt_states
-from etude.rollouts.queue import GroupEffort, RolloutQueue
+from etude.rollouts.queue import RolloutQueue
+from etude.rollouts.queue_records import GroupEffort
 from etude.tasks.task import Task
 
 NameT = TypeVar("NameT")
@@ -102,7 +103,7 @@ def solve_rate(choice: PromptChoice, count: int, *, floor: float) -> Iterator[st
 
 ORDER_KEYS = {
     "hard_kinds_late": ("hard_after", "hard_weight"),
-    "solve_rate": ("floor", "half_life", "reuse", "rest_steps", "unsolved_rest_steps", "retire_after"),
+    "solve_rate": ("floor", "half_life", "reuse", "rest_steps", "unsolved_rest_steps", "retire_after", "siblings"),
 }
 
 
@@ -136,6 +137,11 @@ class CurriculumSettings(Settings):
     )
     retire_after: int = Field(
         default=2, ge=1, description="solve_rate: a prompt solved by all rollouts of this many groups is not used again"
+    )
+
+    siblings: str = Field(
+        default="",
+        description="solve_rate: task source that makes harder siblings of retired tasks during the run; default: none",
     )
 
     @model_validator(mode="after")
@@ -221,7 +227,7 @@ class Curriculum:
         if self.settings.order != "solve_rate":
             return {}
         states = self.states(queue)
-        counts = {"retired": states.retired, "resting": states.resting, "unused": states.unused}
+        counts = {"prompts": self.tasks, "retired": states.retired, "resting": states.resting, "unused": states.unused}
         return {f"curriculum/{name}": len(prompts) for name, prompts in counts.items()}
 
     def exhausted(self, queue: RolloutQueue) -> str:

@@ -31,7 +31,8 @@ from etude.rl.controls import rollout_advantages, used_rewards
 from etude.rl.objective import PolicyGradient, RolloutBatch
 from etude.rl.packing import TrainingSequence, pack
 from etude.rl.settings import RlSettings
-from etude.rollouts.queue import ReadyGroup, RolloutQueue
+from etude.rollouts.queue import RolloutQueue
+from etude.rollouts.queue_records import ReadyGroup
 from etude.runs.layout import RunLayout
 from etude.train.objectives import Objective, next_token
 from etude.train.optim import LRSchedule

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from etude.rewards.monitors import HISTORY, monitor_readings
-from etude.rollouts.queue import ReadyGroup, RolloutQueue
+from etude.rollouts.queue import RolloutQueue
+from etude.rollouts.queue_records import ReadyGroup
 
 Facts = dict[str, Any]
 TOKEN_KINDS = ("thinking", "call", "commentary", "final", "summary", "output", "prompt", "cached")  # in a cost

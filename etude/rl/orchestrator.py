@@ -14,7 +14,7 @@ import shutil
 import sqlite3
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -29,6 +29,7 @@ from etude.rl import best_checkpoint, metrics
 from etude.rl.curriculum import Curriculum, kind_of
 from etude.rl.imitation import check_demonstrations
 from etude.rl.settings import RlSettings
+from etude.rl.sibling_process import read_siblings
 from etude.rl.trainer_process import checkpoints, intact_checkpoints
 from etude.rollouts.queue import RolloutQueue
 from etude.rollouts.settings import EvaluationSettings, evaluation_queue
@@ -70,6 +71,8 @@ def run_rl(
             for number in range(settings.workers):
                 name = f"worker-{number}"
                 services.add(name, "etude.rollouts.worker", "--name", name)
+            if settings.curriculum.siblings:
+                services.add("siblings", "etude.rl.sibling_process")
             while not orchestrator.is_finished(services):
                 services.tick()
                 orchestrator.tick(services)
@@ -130,8 +133,15 @@ def prepare(run: Run, settings: RlSettings, evaluation: EvaluationSettings | Non
     validation: dict[str, Task] = {}
     if evaluation:
         validation = evaluated_tasks(run, evaluation.validation, evaluation.max_tasks)
-    write_task_lists(layout, train, validation)
-    return RlTaskSets(train, validation)
+    sets = RlTaskSets(train | new_siblings(layout, train), validation)
+    write_task_lists(layout, sets.train, sets.held_out)
+    return sets
+
+
+def new_siblings(layout: RunLayout, tasks: Collection[str]) -> dict[str, Task]:
+    """Return the harder siblings that were made and are not among the tasks yet."""
+    found = {each.name: each.directory for each in read_siblings(layout).values() if each.name}
+    return {name: read_task(Path(directory)) for name, directory in found.items() if name not in tasks}
 
 
 def copy_model(run: Run, origin: Artefact | Path, layout: RunLayout) -> None:
@@ -244,6 +254,7 @@ class Orchestrator:
             self.run.save_facts("rl", began=time.time())  # the time before was spent loading models
         self.start_due_evaluation(step)
         self.update_served_step()
+        self.add_siblings()
         self.start_groups(step)
         self.log_steps(step)
         self.log_evaluations()
@@ -256,6 +267,16 @@ class Orchestrator:
         if len(steps) == self.settings.sampler.count and min(steps) != self.served_step:
             self.served_step = min(steps)
             self.queue.set_served_step(self.served_step)
+
+    def add_siblings(self) -> None:
+        """Add siblings that were admitted since the last tick to the tasks, the workers' list and the curriculum."""
+        if not self.settings.curriculum.siblings or not (new := new_siblings(self.layout, self.tasks.train)):
+            return
+        self.tasks.train.update(new)
+        write_task_lists(self.layout, self.tasks.train, self.tasks.held_out)  # before a worker can claim one
+        kinds = {name: kind_of(task) for name, task in self.tasks.train.items()}
+        self.curriculum = Curriculum(kinds, self.seed, self.settings.curriculum)
+        self.layout.exhausted.unlink(missing_ok=True)
 
     def start_groups(self, step: int) -> None:
         """Start as many groups as may be outstanding.

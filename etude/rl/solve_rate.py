@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from etude.rollouts.queue import GroupEffort, GroupUse
+from etude.rollouts.queue_records import GroupEffort, GroupUse
 
 KIND_PRIOR, TASK_PRIOR = 4.0, 2.0  # rollouts that the mean of all groups, and that of the kind, count as
 GROUP_PRIOR = 2.0  # groups that the expectation from a kind's solve rate counts as

@@ -16,7 +16,8 @@ from etude.errors import EtudeError, InputError
 from etude.files import write_atomically
 from etude.harness.atif import to_atif
 from etude.harness.trace_store import SUFFIX, load_trace
-from etude.rollouts.queue import ReadyGroup, RolloutQueue
+from etude.rollouts.queue import RolloutQueue
+from etude.rollouts.queue_records import ReadyGroup
 from etude.runs.layout import RunLayout
 
 Facts = dict[str, Any]

@@ -38,7 +38,8 @@ from etude.pods.fleet import Fleet
 from etude.pods.pod import PodError
 from etude.rewards.effort import EffortSettings
 from etude.rewards.live_weights import LiveWeights
-from etude.rollouts.queue import RolloutQueue, Slot, SlotState, StaleClaim
+from etude.rollouts.queue import RolloutQueue, SlotState, StaleClaim
+from etude.rollouts.queue_records import Slot
 from etude.rollouts.rollout import (
     PolicyBinding,
     Rollout,
@@ -403,6 +404,8 @@ class Worker:
         """Return a task by its name in the queue; in the evaluation queue names are STEP/TASK."""
         plain = name if queue == "training" else name.partition("/")[2]
         directory = self.config.tasks[queue].get(plain)
+        if directory is None and queue == "training":  # added since this worker was started
+            directory = self.layout.task_lists()["train"].get(plain)
         if directory is None:
             raise InputError(f"there is no task {plain} in {self.layout.tasks}")
         return self._read_task(directory)

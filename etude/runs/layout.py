@@ -12,6 +12,7 @@
     rl/pods/                                  state of the workers' pods
     rl/trainer/                               trainer checkpoints, and the facts of each policy step
     rl/exhausted                              why no prompt is left, if that is so
+    rl/siblings.json, rl/siblings/            harder siblings of retired tasks
     rl/validation.json                        solve rate on validation by policy step
     rl/collapsed                              why the run was stopped, if its validation fell
     rl/services/NAME.json, rl/logs/NAME.log   status and log of every process
@@ -50,6 +51,7 @@ class RunLayout:
         self.tasks, self.exhausted = root / "tasks.json", root / "exhausted"
         self.pods = (root if service_root == RL_ROOT else root.parent) / "pods"
         self.model, self.origin, self.store = root / "model", root / "origin.json", weights_url or str(root / "weights")
+        self.siblings, self.sibling_tasks = root / "siblings.json", root / "siblings"
         self.validation, self.collapsed = root / "validation.json", root / "collapsed"
         self.traces, self.evaluation_traces = root / "traces", root / "evaluation-traces"
         self.partial, self.trainer = root / "partial", root / "trainer"

@@ -24,6 +24,15 @@ class DemonstrationRow:
     tokens: int
 
 
+def write_task(directory: Path, files: Mapping[str, str]) -> None:
+    """Write the files of a task, given by their relative paths; scripts are executable."""
+    for path, text in files.items():
+        target = directory / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text, encoding="utf-8")
+        target.chmod(0o755 if text.startswith("#!") else 0o644)
+
+
 class TaskSource:
     """Base class of task sources. Every result is a pure function of the settings and their seed."""
 
@@ -34,17 +43,22 @@ class TaskSource:
     def write_task_set(self, directory: Path, settings: TaskSetSettings) -> None:
         """Write the set as task directories below `directory`, which does not exist yet."""
         for name, files in islice(self.tasks(settings), settings.count):
-            for path, text in files.items():
-                target = directory / name / path
-                target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_text(text, encoding="utf-8")
-                target.chmod(0o755 if text.startswith("#!") else 0o644)
+            write_task(directory / name, files)
 
     def demonstrations(
         self, settings: TaskSetSettings, exclude: Collection[Path], dialect: Dialect
     ) -> AsyncIterator[DemonstrationRow]:
         """Yield demonstrations on tasks like those of the set, none of which is among the directories `exclude`."""
         raise NotImplementedError
+
+    def harder(self, task: Path, out: Path, seed: int, exclude: Collection[Path]) -> bool:
+        """Write a harder sibling of a task as the task directory `out`, which does not exist yet; optional.
+
+        RL calls it while a run goes on, for tasks that are always solved. Return False if the task has no harder
+        sibling. The sibling is trained on: it must not be like any of the tasks `exclude`, which are measured on. It
+        has a solution, and metadata (category, family, difficulty) that tell its kind from the parent's.
+        """
+        return False
 
 
 TASK_SOURCES = Registry[type[TaskSource]]("task source")

@@ -21,7 +21,7 @@ from pathlib import Path
 from etude.errors import EtudeError, InputError
 from etude.harness.trace import Trace
 from etude.harness.trace_store import load_trace
-from etude.rollouts.queue import Slot
+from etude.rollouts.queue_records import Slot
 from etude.runs.layout import RunLayout
 from etude.runs.service_status import read_status
 from etude.viewer import chart_data, overview

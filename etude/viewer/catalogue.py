@@ -15,7 +15,8 @@ from typing import Any, Literal, get_args
 from etude.errors import EtudeError, InputError
 from etude.harness.trace_store import SUFFIX
 from etude.rollouts.group_advantages import group_advantages
-from etude.rollouts.queue import GroupProgress, ReadyGroup, RolloutQueue, Slot
+from etude.rollouts.queue import RolloutQueue
+from etude.rollouts.queue_records import GroupProgress, ReadyGroup, Slot
 from etude.runs.layout import RunLayout
 from etude.viewer.run_reader import JsonObject, ReportProblem, as_number
 

@@ -22,7 +22,8 @@ from etude.evaluation.held_out import (
     started,
 )
 from etude.evaluation.statistics import best_of, bootstrap_interval, compare, powers_of_two, summarise
-from etude.rollouts.queue import ReadyGroup, RolloutQueue, Slot
+from etude.rollouts.queue import RolloutQueue
+from etude.rollouts.queue_records import ReadyGroup, Slot
 from etude.rollouts.settings import QueueSettings, evaluation_queue
 
 SCORES = st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]) | st.floats(0, 1), min_size=1, max_size=8)

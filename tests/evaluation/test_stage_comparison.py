@@ -8,7 +8,7 @@ import pytest
 from etude.evaluation.held_out import Evaluation
 from etude.evaluation.stage_comparison import best_earlier, main_figures, stage_gains, summary_lines
 from etude.evaluation.statistics import compare, is_proper, summarise
-from etude.rollouts.queue import ReadyGroup, Slot
+from etude.rollouts.queue_records import ReadyGroup, Slot
 from etude.rollouts.worker import slot_seed
 
 Session = tuple[bool, bool]  # solved, proper

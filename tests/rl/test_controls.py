@@ -25,7 +25,7 @@ from etude.rl.imitation import demonstration_steps, open_mixture
 from etude.rl.loop import build_training_sequences, learn
 from etude.rl.settings import RlSettings, open_rl_run
 from etude.rl.trainer_process import open_loop
-from etude.rollouts.queue import ReadyGroup, Slot
+from etude.rollouts.queue_records import ReadyGroup, Slot
 from etude.runs.layout import RunLayout
 from etude.runs.run import Run
 from etude.train.phase import STATE_FILE

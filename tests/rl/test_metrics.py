@@ -24,7 +24,8 @@ from etude.rewards.monitors import behaviour_rates
 from etude.rl import metrics
 from etude.rl.health import health_table
 from etude.rollouts.listing import export_rollouts, list_rollouts, rollouts_table
-from etude.rollouts.queue import ReadyGroup, RolloutQueue, Slot
+from etude.rollouts.queue import RolloutQueue
+from etude.rollouts.queue_records import ReadyGroup, Slot
 from etude.rollouts.settings import QueueSettings, evaluation_queue
 from etude.runs.layout import RunLayout
 from etude.runs.service_status import read_statuses, write_status

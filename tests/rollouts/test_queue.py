@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from etude.errors import EtudeError, InputError
-from etude.rollouts.queue import ReadyGroup, RolloutQueue, Slot, StaleClaim
+from etude.rollouts.queue import RolloutQueue, StaleClaim
+from etude.rollouts.queue_records import ReadyGroup, Slot
 from etude.rollouts.settings import QueueSettings
 
 SETTINGS = QueueSettings(

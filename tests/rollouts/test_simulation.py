@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from etude.rollouts.queue import IN_FLIGHT, ReadyGroup, RolloutQueue, Slot, StaleClaim
+from etude.rollouts.queue import IN_FLIGHT, RolloutQueue, StaleClaim
+from etude.rollouts.queue_records import ReadyGroup, Slot
 from etude.rollouts.settings import QueueSettings
 
 STEPS = 6

@@ -25,7 +25,8 @@ from hypothesis import strategies as st
 from etude.files import write_atomically
 from etude.recipe.recipe import load_recipe
 from etude.rl.orchestrator import Orchestrator, RlTaskSets, named_tasks
-from etude.rollouts.queue import ReadyGroup, RolloutQueue, Slot
+from etude.rollouts.queue import RolloutQueue
+from etude.rollouts.queue_records import ReadyGroup, Slot
 from etude.rollouts.settings import QueueSettings, evaluation_queue
 from etude.runs.layout import RunLayout
 from etude.runs.run import Run

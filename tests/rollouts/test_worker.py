@@ -26,7 +26,8 @@ from etude.inference.policy import PolicyBase
 from etude.pods import open_fleet
 from etude.pods.fleet import Fleet
 from etude.rl.settings import open_rl_run
-from etude.rollouts.queue import RolloutQueue, Slot
+from etude.rollouts.queue import RolloutQueue
+from etude.rollouts.queue_records import Slot
 from etude.rollouts.rollout import RolloutOptions, rollout_seed, run_rollout
 from etude.rollouts.settings import QueueSettings
 from etude.rollouts.worker import QUEUES, Worker, WorkerConfig, main

@@ -30,7 +30,8 @@ from etude.harness.trace import NO_VERSION, Segment, Step, Trace
 from etude.harness.trace_store import SUFFIX, save_trace
 from etude.rewards.monitors import HISTORY
 from etude.rl import metrics
-from etude.rollouts.queue import RolloutQueue, Slot
+from etude.rollouts.queue import RolloutQueue
+from etude.rollouts.queue_records import Slot
 from etude.rollouts.settings import QueueSettings, evaluation_queue
 from etude.runs.layout import RunLayout
 from etude.runs.service_status import write_status
