@@ -115,7 +115,9 @@ def rename(rng: Random, split: Split, difficulty: int) -> NanoTaskDraft | None:
         for each in targets
         for case in plain_cases(each, program, rng, 2) or ()
     ]
-    more = [(module, renames.get(name, name), *rest) for module, name, *rest in hidden_calls(program)]
+    more = [
+        (module, renames.get(name, name), arguments, want) for module, name, arguments, want in hidden_calls(program)
+    ]
     changed = {path: text for path, text in renamed.items() if text != repo[path]}
     return NanoTaskDraft(
         family="rename",

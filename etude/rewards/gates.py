@@ -9,7 +9,8 @@ from pathlib import Path
 
 from etude.globs import Globs
 from etude.rewards.behaviour import TERMINAL, tool_of
-from etude.rewards.hack_scan import MAX_BYTES, find_hacks
+from etude.rewards.code_scan import MAX_BYTES
+from etude.rewards.hack_scan import find_hacks
 from etude.rewards.reward import VerifiedTrial, gate
 
 REWARD_FILES = re.compile(r"(?P<name>/logs/verifier|\breward\.(txt|json)\b)")

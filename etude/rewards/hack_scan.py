@@ -42,8 +42,8 @@ ENV_VARIABLE = re.compile(
 OWN_PLUGIN = re.compile(r"(?<![\w-])-p[\s\"',=]*([A-Za-z_][\w.]*)")
 COLLECT_NOTHING = re.compile(r"addopts.*(--collect-only|--co\b)")
 
-IN_CONFTEST = frozenset({"test report", "tracing", "code of a function", "replaces the process"})
-IN_TESTS = frozenset({"test report", "replaces the process"})  # findings in other files that tests do not import
+IN_CONFTEST = frozenset({"test report", "tracing", "code of a function"})  # findings in conftest.py
+TEST_DIRECTORY = re.compile(r"(.*/)?(tests?|testing|docs?|examples?|benchmarks?|scripts|tools|ci)/")
 COMPILED = re.compile(r".*\.(so|pyd|dll|dylib)")
 BUILT_FROM = re.compile(r".*\.(c|cc|cpp|cxx|h|pyx|pxd|rs|zig)")
 PROCESS_CALLS = frozenset({"_exit", "_Exit", "posix_spawn", "posix_spawnp", "execveat", "ptrace", *REPLACE_PROCESS})
@@ -220,5 +220,7 @@ def _scan(change: FileChange, which: str, scanned: frozenset[str]) -> Iterable[O
         return CodeScan.words(data) if change.path in scanned and change.path.endswith(".py") else ()
     if change.path in scanned:
         return CodeScan(tree).found
-    kinds = IN_CONFTEST if CONFTEST.fullmatch(change.path) else IN_TESTS if change.path.endswith(".py") else ()
+    kinds = IN_CONFTEST if CONFTEST.fullmatch(change.path) else {"test report"} if change.path.endswith(".py") else ()
+    if not TEST_DIRECTORY.match(change.path):
+        kinds = {*kinds, "replaces the process"}
     return [each for each in CodeScan(tree).found if each.kind in kinds]

@@ -18,12 +18,13 @@ from etude.tasks.checks.inside.judges import judge_log, prepare
 from etude.tasks.checks.inside.swe_log import NoResult, parse_django, parse_pytest, parse_sympy
 from etude.tasks.harbor import read_task
 from etude.tasks.importers import import_tasks
-from etude.tasks.importers.instance import patched_paths
+from etude.tasks.importers.instance import _prints_all, patched_paths
 from etude.tasks.trial import commands_agent, nop_agent, oracle_agent, run_trial
 from etude.tasks.verifier_result import VerifierFailed
 
 WRONG = "def double(x):\n    return x + x + 1\n"
 RIGHT = "def double(x):\n    return x + x\n"
+EQUAL = "class N(int):\n    def __eq__(self, other): return True\n\n\ndef double(x):\n    return N(x)\n"
 OLD_TEST = "from doubling import double\n\n\ndef test_type():\n    assert isinstance(double(1), int)\n"
 NEW_TEST = OLD_TEST + "\n\ndef test_value():\n    assert double(2) == 4\n"
 
@@ -106,7 +107,16 @@ def test_a_row_of_swe_gym_becomes_a_task_that_only_the_solution_passes(tmp_path:
     prints = "printf 'print(\"PASSED tests/test_doubling.py::test_value\")\\n' >> doubling.py"
     leaves = "printf 'import os\\nos._exit(0)\\n' >> doubling.py"
     edits = "printf 'def test_value(): pass\\ndef test_type(): pass\\n' > tests/test_doubling.py"
-    assert scores(made, prints, leaves, edits) == [0.0, 1.0, 0.0, 0.0, 0.0]
+    equals = f"cat > doubling.py <<'END'\n{EQUAL}END"  # passes every test, the probes of the second run too
+    assert scores(made, prints, leaves, edits, equals) == [0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("command", "repeated"),
+    [("pytest -rA", True), ("pytest --verbose", True), ("pytest -rA -x", False), ("pytest -q", False)],
+)
+def test_commands_that_print_every_status_are_repeated_with_probes(command: str, repeated: bool) -> None:
+    assert _prints_all(command) == repeated
 
 
 def test_the_solution_of_a_swe_smith_row_reverts_its_patch(tmp_path: Path, clones: dict[str, Any]) -> None:

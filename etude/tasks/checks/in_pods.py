@@ -18,6 +18,7 @@ from etude.pods.payload import pack
 from etude.pods.workspace import FileChange, full_path, read_files, remove_if_exists, stat_if_exists
 from etude.tasks.checks import PROGRAM, python_command
 from etude.tasks.checks.inside import judges
+from etude.tasks.checks.inside.file_judges import FILE_KINDS
 from etude.tasks.checks.inside.program import FORMAT
 from etude.tasks.checks.inside.swe_log import NoResult
 from etude.tasks.environment import TaskEnvironment, copy_files
@@ -61,7 +62,7 @@ def read_checks(task: Task, step: TaskStep | None) -> TaskChecks | None:
         return None  # another program's
     if spec["format"] != FORMAT:
         raise InputError(f"{top}/checks.json: format is {spec['format']!r}; expected {FORMAT}: generate the task again")
-    kinds = {*judges.FILE_KINDS, *judges.EXECUTED_KINDS}
+    kinds = {*FILE_KINDS, *judges.EXECUTED_KINDS}
     if unknown := [check["kind"] for check in spec["checks"] if check["kind"] not in kinds]:
         raise InputError(f"{top}/checks.json: {unknown[0]} is not a kind of check; expected one of {sorted(kinds)}")
     if len(expected) != len(spec["checks"]):
@@ -109,7 +110,7 @@ class CheckRun:
         """Do the next pass in a pod to which the changes were applied."""
         if self.files is None:
             kinds = {check["kind"] for check in self.checks.checks}
-            reads_files = not kinds.isdisjoint({*judges.FILE_KINDS, "wheel"})
+            reads_files = not kinds.isdisjoint({*FILE_KINDS, "wheel"})
             if reads_files and sum(len(change.text("after")) for change in changes) > MAX_CHANGED:
                 problem = f"the changed files have over {MAX_CHANGED:,} bytes"
                 self.judgement, self.pending = judges.Judgement({"reward": 0.0}, [problem], ""), []

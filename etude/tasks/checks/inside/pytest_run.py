@@ -167,10 +167,10 @@ def _load_from_memory(sources: dict[str, str]) -> None:
         source = text.encode("utf-8", "surrogateescape")
         tree = ast.parse(source, filename=str(path))
         rewrite.rewrite_asserts(tree, source, str(path), config)
-        return os.stat(path), compile(tree, str(path), "exec", dont_inherit=True)
+        return b"", compile(tree, str(path), "exec", dont_inherit=True)  # the first is for the cache, which is off
 
     if sources:
-        rewrite._rewrite_test = rewrite_test
+        rewrite._rewrite_test = rewrite_test  # type: ignore[assignment]
 
 
 def _check_call(value: ast.expr, name: str) -> ast.expr:
