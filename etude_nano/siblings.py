@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from etude_nano.demonstrator import read_files
+from etude_nano.sides import SPLITS
 from etude_nano.source import DIFFICULTIES, nano_task, text_digest
 
 DRAWS = 300  # tasks drawn to find one of the same family; after that, one of the same category
@@ -22,8 +23,9 @@ def harder_sibling(task: Path, seed: int, exclude: Collection[Path]) -> Mapping[
         return None
     known = {text_digest(read_files(each)) for each in exclude}
     related: Mapping[str, str] | None = None
+    split = next(split for split in SPLITS if split == parent["split"])
     for number in range(DRAWS):
-        files = nano_task(SEED_OFFSET + DRAWS * seed + number, parent["split"], level)
+        files = nano_task(SEED_OFFSET + DRAWS * seed + number, split, level)
         found = _metadata(files["task.toml"])
         if found["category"] != parent["category"] or text_digest(files) in known:
             continue

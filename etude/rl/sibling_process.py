@@ -1,7 +1,7 @@
 """The process that makes harder siblings of retired tasks: `python -m etude.rl.sibling_process RUN`.
 
-A task source makes a sibling (`TaskSource.harder`); it is validated in pods: doing nothing fails, its solution passes,
-and nothing leaks. `rl/siblings.json` records the result for every parent, so that each is tried once; the orchestrator
+A task source makes a sibling (`TaskSource.harder`). It is refused if it contains the answer of a measured task, and
+validated in pods: doing nothing fails, its solution passes, and it does not give its solution away. `rl/siblings.json` records the result for every parent, so that each is tried once; the orchestrator
 adds the admitted siblings to the curriculum. A sibling that retires gets one too.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 import sys
 from collections.abc import Collection, Mapping
@@ -24,10 +25,13 @@ from etude.pods.fleet import Fleet, open_fleet
 from etude.rl.curriculum import Curriculum
 from etude.rl.settings import open_rl_run
 from etude.rollouts.queue import RolloutQueue
+from etude.rollouts.settings import load_evaluation
 from etude.runs.layout import RunLayout
 from etude.runs.service_status import write_status
 from etude.system.processes import die_with_parent, parent_process
 from etude.system.terminal import say
+from etude.tasks.harbor import find_tasks
+from etude.tasks.leaks import find_leaks, measured_answers
 from etude.tasks.sources import TASK_SOURCES, TaskSource
 from etude.tasks.validate import validate
 
@@ -55,9 +59,10 @@ def read_siblings(layout: RunLayout) -> dict[str, Sibling]:
 
 
 async def make_sibling(
-    source: TaskSource, fleet: Fleet, layout: RunLayout, parent: str, task: Path, exclude: Collection[Path], seed: int
+    source: TaskSource, fleet: Fleet, layout: RunLayout, parent: str, task: Path, measured: Collection[Path], seed: int
 ) -> Sibling:
     """Make and validate a harder sibling of a task; it is written to its final directory when it is admitted."""
+    answers = measured_answers(measured)
     name = f"{parent}+"
     final, reason = layout.sibling_tasks / name, "the task source makes no harder sibling of it"
     for number in range(TRIES):
@@ -65,8 +70,11 @@ async def make_sibling(
         shutil.rmtree(draft, ignore_errors=True)
         draft.parent.mkdir(parents=True, exist_ok=True)
         number_seed = int.from_bytes(sha256(f"{seed}/sibling/{parent}/{number}".encode()).digest()[:3], "big")
-        if not await asyncio.to_thread(source.harder, task, draft, number_seed, exclude):
+        if not await asyncio.to_thread(source.harder, task, draft, number_seed, measured):
             break
+        if leak := next(find_leaks(answers, [draft]), None):
+            reason = f"refused: it contains the answer of {leak.task}"
+            continue
         report = await validate(fleet, draft, reruns=1)
         if report.admitted:
             shutil.rmtree(final, ignore_errors=True)  # of a process that was killed before it recorded it
@@ -87,12 +95,20 @@ async def make_siblings(layout: RunLayout, source: TaskSource, fleet: Fleet, cur
     waiting = sorted(states.retired - made.keys())
     if not waiting:
         return False
-    measured = [path for name, each in lists.items() if name != "train" for path in each.values()]
+    measured = measured_tasks(layout)
     parent = waiting[0]
     sibling = await make_sibling(source, fleet, layout, parent, tasks[parent], measured, seed)
     record: Mapping[str, Sibling] = {**made, parent: sibling}
     write_atomically(layout.siblings, json.dumps({name: asdict(each) for name, each in record.items()}), durable=True)
     return True
+
+
+def measured_tasks(layout: RunLayout) -> list[Path]:
+    """Return the tasks of all sets that models of the run are measured on."""
+    evaluation = load_evaluation(layout)
+    names = (evaluation.validation, *evaluation.test) if evaluation else ()
+    sets = [Path(name) if os.path.isabs(name) else layout.artefacts / f"tasks-{name}" for name in names]
+    return [task for directory in sets for task in find_tasks(directory)]
 
 
 def open_source(name: str) -> TaskSource:

@@ -106,7 +106,7 @@ class RolloutQueue:
                    SELECT informative FROM groups WHERE informative IS NOT NULL ORDER BY id DESC LIMIT ?)""",
             (SHARE_STEPS * size,),
         ).fetchone()
-        return (informative + size) / (judged + size)
+        return float(informative + size) / float(judged + size)
 
     def groups_to_start(self, *, fresh: bool = True, steps_left: int | None = None) -> int:
         """Return how many new groups to start, with at most `steps_left` policy steps to come.
