@@ -74,7 +74,7 @@ def make_recipe(
     """Write a recipe with the model and tasks it names; return its path. `evaluation` is the table of that stage."""
     make_model(directory / "model")
     generate_nano(directory / "tasks", tasks, "train", 0, (1,))
-    generate_nano(directory / "unseen", held_out, "unseen", 0, (1,))
+    generate_nano(directory / "held-out", held_out, "unseen", 0, (1,))
     table: dict[str, Any] = {
         "model": "model",
         "tasks": "./tasks",
