@@ -22,7 +22,6 @@ from etude.runs.run import Run
 from etude.tasks.harbor import find_tasks
 
 BEFORE_RL = "before rl"  # the model that RL starts from, as RL evaluates it
-DEFAULT_VALIDATION = "validation"
 
 ModelResults = Mapping[str, Mapping[str, TaskSamples]]  # by model and task set
 
@@ -42,15 +41,14 @@ def measured_sets(recipe: Mapping[str, Any], validation: str | None = None) -> l
 
     `validation` names the set that choices use, where the recipe does not say.
     """
-    table = recipe.get("evaluation") or recipe.get("rl", {}).get("evaluation")
+    table = recipe.get("evaluation")
     if table is None:
         return []
-    chosen = validation or Path(table.get("validation", DEFAULT_VALIDATION)).name
-    paths = [table["validation"], *table["test"]] if "validation" in table else table["tasks"]
+    chosen = validation or Path(table["validation"]).name
     found = []
-    for path in paths:
+    for path in (table["validation"], *table["test"]):
         name, size = Path(path).name, _set_size(recipe, path)
-        key = "validation_samples" if path == table.get("validation") else "samples"
+        key = "validation_samples" if path == table["validation"] else "samples"
         tasks = min(size, table.get("max_tasks") or size)
         found.append(MeasuredSet(name, tasks, int(table[key]), name == chosen))
     return found

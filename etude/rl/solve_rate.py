@@ -117,8 +117,7 @@ def prompt_states(
         task for task in known if len(rates[task]) >= min(retire_after, reuse) and min(rates[task], default=0.0) == 1.0
     }
     unsolved = {task for task in known if rates[task] and not any(rates[task])}
-    reusable: list[str] = []
-    waiting: list[str] = []
+    reusable, waiting = list[str](), list[str]()
     for task in sorted(known, key=lambda task: (task in unsolved, max(used[task]), task)):
         if task in retired or len(used[task]) >= reuse:
             continue

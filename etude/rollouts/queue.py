@@ -20,7 +20,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from etude.errors import EtudeError, InputError
-from etude.rollouts.queue_records import GroupEffort, GroupProgress, GroupUse, Incident, ReadyGroup, Slot
+from etude.rollouts.queue_records import GroupEffort as GroupEffort
+from etude.rollouts.queue_records import GroupProgress as GroupProgress
+from etude.rollouts.queue_records import GroupUse as GroupUse
+from etude.rollouts.queue_records import Incident as Incident
+from etude.rollouts.queue_records import ReadyGroup as ReadyGroup
+from etude.rollouts.queue_records import Slot as Slot
 from etude.rollouts.queue_schema import FIRST_VERSION, LAST_VERSION, OLDEST_STEP, SCHEMA, SHARED_STEP
 from etude.rollouts.settings import QueueSettings
 from etude.rollouts.step_choice import GroupAge, choose_groups
@@ -106,7 +111,7 @@ class RolloutQueue:
                    SELECT informative FROM groups WHERE informative IS NOT NULL ORDER BY id DESC LIMIT ?)""",
             (SHARE_STEPS * size,),
         ).fetchone()
-        return float(informative + size) / float(judged + size)
+        return float((informative + size) / (judged + size))
 
     def groups_to_start(self, *, fresh: bool = True, steps_left: int | None = None) -> int:
         """Return how many new groups to start, with at most `steps_left` policy steps to come.

@@ -29,7 +29,7 @@ from etude.runs.run import Run
 
 RECIPE = """
 name = "swept"
-stages = ["base", "tasks", "corpus", "pretrain", "sft", "rl"]
+stages = ["base", "tasks", "corpus", "pretrain", "sft", "rl", "evaluation"]
 [base]
 source = "model"
 [[tasks.build]]
@@ -66,9 +66,11 @@ length = 64
 tasks = "train"
 steps = 2
 window = 8192
-[rl.evaluation]
-tasks = ["validation", "unseen"]
+[evaluation]
+validation = "validation"
+test = ["unseen"]
 samples = 4
+validation_samples = 4
 """
 
 
@@ -101,9 +103,9 @@ def fake_run(run: Path, recipe: Recipe, rate: Callable[[str, int], float], befor
                 with opened.checkpoint("rl", 2) as directory:
                     (directory / "weights").write_text(run.name)
             opened.finish_stage(stage)
-    sets = {"validation": 12, "unseen": 8}
-    write_evaluation(run, 0, sets, lambda name, number: before)
-    write_evaluation(run, 2, sets, rate)
+    write_evaluation(run, 0, {"validation": 12}, lambda name, number: before)
+    write_evaluation(run, 2, {"validation": 12}, rate)
+    write_evaluation(run, 0, {"validation": 12, "unseen": 8}, rate, "rl")
 
 
 def fake_sweep(recipe: Path, out: Path, seeds: str, rates: dict[str, float]) -> Sweep:
@@ -194,7 +196,7 @@ def test_runs_share_the_stages_before_the_first_difference(recipe: Path) -> None
     assert shared("pretrain.tokens=2000") == everything[:3]
     assert shared("base.dtype=bfloat16") == ()
     assert shared("seed=1") == ()
-    assert shared("rl.evaluation.max_tasks=3") == ()  # training data may depend on what is measured
+    assert shared("evaluation.max_tasks=3") == ()  # training data may depend on what is measured
     # The checkpoints of sft say how the model is used, which the rl table sets.
     assert shared("rl.window=16384") == everything[:-1]
 
@@ -218,12 +220,12 @@ def test_the_results_of_a_run_are_read_by_model_set_and_task(recipe: Path, tmp_p
 
 def test_models_that_are_evaluated_for_themselves_are_read_in_pipeline_order(recipe: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    fake_run(run, load_recipe(recipe), lambda name, number: 0.0)
-    for model, rate in (("rl", 1.0), ("base", 0.0), ("sft", 1.0)):
+    fake_run(run, load_recipe(recipe), lambda name, number: 1.0)
+    for model, rate in (("base", 0.0), ("sft", 1.0)):
         write_evaluation(run, 0, {"validation": 3, "unseen": 2}, lambda name, number, rate=rate: rate, model)  # type: ignore[misc]
     found = task_results(run)
     assert list(found) == [BEFORE_RL, "base", "sft", "rl"]
-    assert found["rl"]["validation"] == {f"task-{number}": [1.0] * 4 for number in range(3)}
+    assert found["sft"]["validation"] == {f"task-{number}": [1.0] * 4 for number in range(3)}
     table = {"validation": "validation", "test": ["unseen"], "samples": 16, "validation_samples": 4, "max_tasks": 10}
     build = [{"name": "validation", "count": 12}, {"name": "unseen", "count": 8}]
     sets = measured_sets({"tasks": {"build": build}, "evaluation": table})

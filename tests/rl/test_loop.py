@@ -431,17 +431,17 @@ def test_a_run_whose_queue_is_lost_does_not_continue(recipe: Path, tmp_path: Pat
     settings = open_rl_run(layout.run)[1].model_copy(update={"steps": 1})
     with open_loop(layout, settings) as loop:
         learn(loop)
-    with open_queues(layout, settings) as (queue, _):
+    with open_queues(layout, settings, None) as (queue, _):
         check_queue_matches_checkpoint(layout, queue)
     for path in layout.root.glob("slots.sqlite*"):
         path.unlink()
     lost = pytest.raises(InputError, match=r"records 0 steps, .* is of step 1: ")
-    with open_queues(layout, settings) as (queue, _), lost:
+    with open_queues(layout, settings, None) as (queue, _), lost:
         check_queue_matches_checkpoint(layout, queue)
     for path in layout.root.glob("slots.sqlite*"):
         path.unlink()
     layout.slots.write_bytes(b"no table" * 1000)
-    with pytest.raises(InputError, match="file is not a database; restore them"), open_queues(layout, settings):
+    with pytest.raises(InputError, match="file is not a database; restore them"), open_queues(layout, settings, None):
         pass
 
 
