@@ -26,7 +26,7 @@ from etude.evaluation.paired import (
     detectable_difference,
     measured_variance,
 )
-from etude.evaluation.run_results import DEFAULT_VALIDATION, MeasuredSet, measured_sets, task_results
+from etude.evaluation.run_results import MeasuredSet, measured_sets, task_results
 from etude.evaluation.statistics import LEVEL, best_of
 from etude.pipeline.sweep import Sweep, SweepOutcome
 from etude.runs.layout import RunLayout
@@ -41,8 +41,7 @@ def sets_of(sweep: Sweep, validation: str | None) -> list[MeasuredSet]:
     if sets and not any(each.is_validation for each in sets):
         names = ", ".join(each.name for each in sets)
         raise InputError(
-            f"--validation {validation or DEFAULT_VALIDATION}: the recipe measures {names}; name the set that choices "
-            "are made on"
+            f"--validation {validation}: the recipe measures {names}; name the set that choices are made on"
         )
     return sets
 

@@ -1,8 +1,9 @@
 """The process that makes harder siblings of retired tasks: `python -m etude.rl.sibling_process RUN`.
 
 A task source makes a sibling (`TaskSource.harder`). It is refused if it contains the answer of a measured task, and
-validated in pods: doing nothing fails, its solution passes, and it does not give its solution away. `rl/siblings.json` records the result for every parent, so that each is tried once; the orchestrator
-adds the admitted siblings to the curriculum. A sibling that retires gets one too.
+validated in pods: doing nothing fails, its solution passes, and it does not give its solution away. `rl/siblings.json`
+records the result for every parent, so that each is tried once; the orchestrator adds the admitted siblings to the
+curriculum. A sibling that retires gets one too.
 """
 
 from __future__ import annotations

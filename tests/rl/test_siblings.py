@@ -51,7 +51,7 @@ def run(tmp_path: Path) -> RunLayout:
     recipe = make_recipe(tmp_path, tasks=3, held_out=2, steps=1, curriculum=table)
     layout = prepare_run(recipe, tmp_path / "run")
     tasks = named_tasks(tmp_path / "tasks")
-    write_task_lists(layout, RlTaskSets(tasks, named_tasks(tmp_path / "held-out")))
+    write_task_lists(layout, tasks, named_tasks(tmp_path / "held-out"))
     queue = RolloutQueue(layout.slots, open_rl_run(layout.run)[1])
     queue.add((name, 0.0) for name in sorted(tasks)[:2])
     while (slot := queue.claim("w", 0.0)) is not None:
@@ -89,7 +89,7 @@ def test_siblings_of_retired_tasks_are_validated_and_join_the_run(run: RunLayout
     layout, settings = open_rl_run(run.run)
     record = Run.create_or_resume(layout.run, load_recipe(tmp_path / "recipe.toml"), resume=True)
     layout.exhausted.write_text("no prompt is left")
-    with open_queues(layout, settings) as (queue, evaluations):
+    with open_queues(layout, settings, None) as (queue, evaluations):
         tasks = RlTaskSets(named_tasks(tmp_path / "tasks"), {})
         orchestrator = Orchestrator(record, settings, layout, queue, evaluations, tasks, 0, lambda *_: None)
         orchestrator.add_siblings()

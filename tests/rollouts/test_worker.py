@@ -54,6 +54,7 @@ class PreparedRun:
         self.queue = RolloutQueue(self.layout.slots, settings)
         self.evaluations = RolloutQueue(self.layout.evaluations, settings)
         self.task = write_task(path / "tasks/lines", TASK)
+        self.layout.tasks.write_text('{"train": {}, "held_out": {}}')
         self.config = WorkerConfig(
             layout=self.layout,
             queues={"training": settings, "evaluation": settings},
