@@ -35,7 +35,6 @@ OF_MODULE = {
     "unittest.mock": {"ANY": "equals everything"},
     "unittest": {"skip": "skips tests", "skipIf": "skips tests", "skipUnless": "skips tests"},
     "marshal": {"load": "hidden code", "loads": "hidden code"},
-    "types": {"CodeType": "hidden code"},
     "runpy": {"run_path": "hidden code"},
     "dis": dict.fromkeys(("get_instructions", "Bytecode", "code_info"), "memory of the interpreter"),
 }
@@ -388,6 +387,8 @@ class CodeScan(ast.NodeVisitor):
             self.add("memory of the interpreter", f"{name}(None)", node)
         if last in ("load", "loads") and _root(name) in ("pickle", "cPickle", "_pickle", "dill", "cloudpickle"):
             self.add("context", "unpickles", node)
+        if name == "types.CodeType":
+            self.add("hidden code", name, node)
         if name == "dir" and node.args and ast.unparse(node.args[0]) == "object":
             self.add("hidden code", "dir(object)", node)
         if name.endswith(("__builtins__.update", "builtins.__dict__.update")):

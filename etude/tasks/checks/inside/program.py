@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from etude.tasks.checks.inside.guard import JsonObject
 
-FORMAT = 1
+FORMAT = 2
 LOGS = "/logs/verifier"
 
 
