@@ -36,7 +36,8 @@ from tests.harness.replay_policy import ReplayPolicy
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "base/nano"
-AT_ONCE = 4
+AT_ONCE = 16
+SESSION_S = 3600.0
 Session = tuple[Task, Policy]
 
 # Code that a session puts at the end of the files that it should change.
@@ -54,8 +55,9 @@ ATTACKS = {
 
 
 def settings() -> RolloutSettings:
-    """Return the settings of the demo's rollouts."""
-    return load_table(ROOT / "recipes/nano.toml", "rl", RolloutSettings)
+    """Return the settings of the demo's rollouts, without its time limit: a busy machine must not end a session."""
+    demo = load_table(ROOT / "recipes/nano.toml", "rl", RolloutSettings)
+    return demo.model_copy(update={"budget": demo.budget.model_copy(update={"seconds": SESSION_S})})
 
 
 @cache

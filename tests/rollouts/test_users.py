@@ -20,7 +20,7 @@ from tests.pipeline.test_whole_run import STAGES, small_demo
 from tests.pods.test_conformance import OVERFLOW_ID, ROOT, command_of
 from tests.rollouts.recorded_sessions import ATTACKS, Session, attacks, demonstrates, gives_up, nano_model, record
 
-DEMO_S = 900.0
+DEMO_S = 3600.0
 WEAKER = """
 import asyncio, json
 from etude.pods.cli.doctor import diagnose
