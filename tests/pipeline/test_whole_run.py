@@ -42,7 +42,7 @@ LIMIT_S = 300  # for one stage, on a busy machine
 SETTLE_S = 60  # until the processes of a finished run are gone: the zygote of pods waits for half a minute
 
 
-def small_demo(directory: Path, stages: tuple[str, ...] = STAGES) -> Path:
+def small_demo(directory: Path) -> Path:
     """Return recipes/nano.toml with smaller numbers: the same stages, the same tables."""
     for package in PACKAGES:
         (directory / "code" / package).mkdir(parents=True, exist_ok=True)
@@ -68,10 +68,8 @@ def small_demo(directory: Path, stages: tuple[str, ...] = STAGES) -> Path:
     recipe["rl"] |= {"checkpoint_every": STEPS["rl"]}  # so that a kill after the first step loses it
     recipe["rl"]["budget"] |= {"turns": 3, "max_turn_tokens": 64}
     recipe["evaluation"] |= {"max_tasks": 2, "samples": 2, "validation_samples": 1}
-    recipe["stages"] = list(stages)
-    wanted = {key: value for key, value in recipe.items() if key not in STAGES or key in stages}
-    path = directory / f"{stages[-1]}.toml"
-    path.write_text(tomli_w.dumps(wanted), encoding="utf-8")
+    path = directory / "demo.toml"
+    path.write_text(tomli_w.dumps(recipe), encoding="utf-8")
     return path
 
 
@@ -254,7 +252,8 @@ def check_nothing_left(run: Path) -> None:
         time.sleep(0.1)
     assert alive == {}
     for pods in (RunLayout(run).pods, RunLayout(run).evaluation_of("base").pods):
-        assert [*(pods / "pods").iterdir(), *(pods / "owners").iterdir(), *(pods / "memory").iterdir()] == []
+        assert (pods / "pods").is_dir()
+        assert [*pods.glob("pods/*"), *pods.glob("owners/*"), *pods.glob("memory-*/*")] == []
     assert str(run) not in Path("/proc/self/mountinfo").read_text()
     drafts = [*run.glob(".*"), *run.glob("artefacts/.*"), *run.glob("checkpoints/.*"), *run.glob("rl/.*")]
     assert drafts == []
@@ -267,8 +266,8 @@ def test_the_demo_killed_in_every_stage_ends_with_the_same_result(tmp_path: Path
     print("seed", seed)
     rng = random.Random(seed)
     uninterrupted, run = tmp_path / "uninterrupted", tmp_path / "killed"
-    finish(small_demo(tmp_path, STAGES[:-2]), uninterrupted)
     recipe = small_demo(tmp_path)
+    kill_at(recipe, uninterrupted, lambda run: "sft" in done(run), 0)  # the stages after it are not compared
     found: list[tuple[str, dict[str, Any]]] = []
     for stage, moment in KILLS:
         kill_at(recipe, run, moment, rng.uniform(0, 0.2) if stage in STEPS else 0)
@@ -300,7 +299,7 @@ def test_a_changed_key_of_a_started_stage_is_named_and_refused(tmp_path: Path) -
         'layout = "repository"\n': ("", 'corpus.build[code-long].layout: "repository" -> "file"'),
         'corpus = "experts"': ('corpus = "code"', 'sft.mix[0].corpus: "experts" -> "code"'),
     }
-    text = (tmp_path / "evaluation.toml").read_text(encoding="utf-8")
+    text = (tmp_path / "demo.toml").read_text(encoding="utf-8")
     for old, (new, words) in changes.items():
         assert old in text
         (tmp_path / "other.toml").write_text(text.replace(old, new, 1), encoding="utf-8")
