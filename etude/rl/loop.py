@@ -347,7 +347,7 @@ def step_facts(
     loop: RlLoop, material: StepMaterial, result: StepResult, mismatch: Mapping[str, float], wall_s: float
 ) -> dict[str, Any]:
     """Return the facts of a step that the trainer records: metrics, tokens, times, mismatch and upload."""
-    uploads, settings, shuffled = loop.publisher.history[-1:], loop.settings, {}
+    uploads, settings, shuffled = loop.publisher.history[-1:], loop.settings, dict[int, float]()
     if settings.control == "placebo":  # the reward that each rollout was given
         for group in material.groups:
             rewards = used_rewards(group, settings, loop.seed)
