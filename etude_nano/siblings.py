@@ -6,6 +6,7 @@ A higher difficulty withholds the hint, adds files between symptom and fault, or
 import tomllib
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 from etude_nano.demonstrator import read_files
 from etude_nano.sides import SPLITS
@@ -35,6 +36,6 @@ def harder_sibling(task: Path, seed: int, exclude: Collection[Path]) -> Mapping[
     return related
 
 
-def _metadata(text: str) -> dict[str, str]:
-    metadata: dict[str, str] = tomllib.loads(text)["metadata"]
+def _metadata(text: str) -> dict[str, Any]:
+    metadata: dict[str, Any] = tomllib.loads(text)["metadata"]
     return metadata
