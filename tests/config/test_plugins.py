@@ -162,7 +162,7 @@ def test_a_plugin_that_cannot_be_imported_is_an_error_of_the_recipe(tmp_path: Pa
         ("rl.estimator.kl=k2", 'rl.estimator.kl is "k2", which is no KL form; did you mean k3?'),
         (
             "rl.curriculum.order=shuffle",
-            'rl.curriculum.order is "shuffle", which is no prompt order; choose from hard_kinds_late',
+            'rl.curriculum.order is "shuffle", which is no prompt order; choose from hard_kinds_late, solve_rate',
         ),
         ("rl.dialect=chatlm", 'rl.dialect is "chatlm", which is no dialect; did you mean chatml?'),
         ('rl.tool_set.tools=["raed_file"]', "rl.tool_set.tools: 'raed_file' is not a tool; did you mean read_file?"),
