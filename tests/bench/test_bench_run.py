@@ -60,7 +60,7 @@ SETTINGS = RolloutOptions(SESSION)
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("bench") / "tasks"
-    generate_nano(directory, 3, "unseen", 0, (1,))
+    generate_nano(directory, 3, "new", 0, (1,))
     return directory
 
 
@@ -302,7 +302,7 @@ def chat_trial(endpoint: SolvingEndpoint, task: Path, state: Path, settings: Rol
 
 def test_the_api_key_is_not_visible_in_the_pod(endpoint: SolvingEndpoint, tasks: Path, state: Path) -> None:
     endpoint.first_command = "env; cat /proc/*/environ /proc/*/cmdline | tr '\\0' '\\n'; true"
-    trace = chat_trial(endpoint, tasks / "nano-unseen-000000", state).trace
+    trace = chat_trial(endpoint, tasks / "nano-new-000000", state).trace
     (seen,) = trace.steps[-3].outcomes
     assert "PATH=" in seen.text
     assert SECRET not in repr(trace)
@@ -311,7 +311,7 @@ def test_the_api_key_is_not_visible_in_the_pod(endpoint: SolvingEndpoint, tasks:
 
 def test_a_trial_that_cheats_is_unsolved(endpoint: SolvingEndpoint, tasks: Path, state: Path) -> None:
     endpoint.first_command = "cat /logs/verifier/reward.txt"
-    task = tasks / "nano-unseen-000000"
+    task = tasks / "nano-new-000000"
     rollout = chat_trial(endpoint, task, state)
     record = trial_record(rollout, read_task(task))
     assert rollout.verifier_result.score == 1.0
@@ -325,7 +325,7 @@ def test_an_endpoint_that_does_not_answer_in_time_is_an_infrastructure_failure(
     endpoint.on_ask = lambda number: time.sleep(3)
     hurried = RolloutOptions(replace(SESSION, budget=Budget(turns=4, seconds=1.0)))
     with pytest.raises(RolloutFailed, match=r"no completion for \d s"):
-        chat_trial(endpoint, tasks / "nano-unseen-000000", state, hurried)
+        chat_trial(endpoint, tasks / "nano-new-000000", state, hurried)
 
 
 def test_a_task_with_steps_is_refused(endpoint: SolvingEndpoint, tasks: Path, tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def workspace(
 
 @pytest.fixture
 def tasks(tmp_path: Path) -> list[Path]:
-    generate_nano(tmp_path / "tasks", 3, "unseen", seed=1)
+    generate_nano(tmp_path / "tasks", 3, "new", seed=1)
     return list(find_tasks(tmp_path / "tasks"))
 
 

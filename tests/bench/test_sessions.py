@@ -29,8 +29,8 @@ from etude.inference.clients.openai import ChatUsage
 from etude.pipeline.stages import run_recipe
 from etude.recipe.recipe import load_recipe
 from etude.runs.run import Run
-from etude_nano.simulated_sessions import simulate_demonstrations
-from etude_nano.source import generate_nano
+from etude_nano.simulated_sessions import simulate_demonstration
+from etude_nano.source import generate_nano, nano_tasks
 
 SECRET = "sk-0123456789abcdef"
 SESSION = ("--tools", "read_file,search_replace,run_terminal_cmd", "--brief", "--summaries", "off", "--budget-turns", 4)
@@ -163,7 +163,8 @@ def test_a_turn_whose_call_failed_is_not_imitated_and_unfinished_sessions_are_le
 def demonstration(tasks: int = 1) -> list[Trace]:
     async def main() -> list[Trace]:
         dialect = dialect_for(tiny_tokenizer())
-        return [each.trace async for each in simulate_demonstrations(tasks, dialect, seed=3)]
+        shown = [await simulate_demonstration(files, dialect, seed=3) for _, files in nano_tasks(tasks, seed=3)]
+        return [each.trace for each in shown if each is not None and not each.deviation]
 
     return asyncio.run(main())
 

@@ -16,6 +16,7 @@ from etude.tasks.generators.registry import GENERATORS
 from etude.tasks.harbor import find_tasks, read_task, write_task
 from etude.tasks.importers import import_tasks
 from etude_nano import nano_task
+from etude_nano.sides import Split
 from tests.tasks.cheating import Target
 
 WRONG = '"""Sums."""\n\n\ndef add(a, b):\n    """Sum of a and b."""\n    return a - b\n'
@@ -59,18 +60,18 @@ for a, b, end in ((1, 2, 3), (5, 0, 5), (2, 7, 9), (-4, 1, -3)):
     assert calc.add(a, b) == end, (a, b)
 """
 CALLS = {"(1, 2)": "3", "(5, 0)": "5", "(0.5, 0.25)": "0.75", "(-4, 9)": "5", "(-2, -3)": "-5", "(30, 12)": "42"}
-NANO = {  # seed and difficulty of a task of each family, its group and the kinds of its cheats
-    "debugging": (1, 2, "calls", "calls hang"),
-    "readme": (2, 3, "files", "text"),
-    "docstring": (27, 1, "files", "text docstring"),
-    "rename": (11, 3, "files", "rename"),
-    "migrate-fstring": (0, 1, "files", "migration"),
-    "config": (6, 1, "calls", "config"),
-    "where": (17, 3, "answer", "answer"),
-    "value": (7, 2, "answer", "answer number"),
-    "review": (92, 3, "answer", "answer"),
-    "all-well": (10, 2, "answer", "doubt"),
-    "testing": (23, 3, "written tests", "nano-testing"),
+NANO: dict[str, tuple[Split, int, int, str, str]] = {  # split, seed and difficulty, group and kinds of cheats by family
+    "debugging": ("train", 0, 2, "calls", "calls hang"),
+    "readme": ("unseen", 0, 3, "files", "text"),
+    "docstring": ("train", 0, 1, "files", "text docstring"),
+    "rename": ("train", 0, 3, "files", "rename"),
+    "migrate-fstring": ("unseen", 2, 1, "files", "migration"),
+    "config": ("unseen", 9, 1, "calls", "config"),
+    "where": ("unseen", 0, 3, "answer", "answer"),
+    "value": ("train", 0, 2, "answer", "answer number"),
+    "review": ("train", 0, 3, "answer", "answer"),
+    "all-well": ("train", 0, 2, "answer", "doubt"),
+    "testing": ("train", 0, 3, "written tests", "nano-testing"),
 }
 GENERATED = {  # group and kinds by generator
     "debugging": ("pytest", "pytest generated"),
@@ -215,8 +216,8 @@ def imported_targets(directory: Path) -> list[Target]:
 
 def nano_targets(directory: Path) -> list[Target]:
     found = []
-    for family, (seed, difficulty, group, kinds) in NANO.items():
-        files = nano_task(seed=seed, difficulty=difficulty)
+    for family, (split, seed, difficulty, group, kinds) in NANO.items():
+        files = nano_task(seed, split, difficulty, family.partition("-")[0] if "migrate" in family else family)
         assert f'family = "{family}"' in files["task.toml"], family
         write_task(directory / family, files)
         solved = [path.removeprefix("solution/repo/") for path in files if path.startswith("solution/repo/")]

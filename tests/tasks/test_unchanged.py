@@ -74,7 +74,7 @@ def test_what_replaces_a_legacy_form_is_counted() -> None:
 
 
 def test_a_migration_that_hides_the_old_form_is_not_paid() -> None:
-    files = nano_task(seed=0, difficulty=1)
+    files = nano_task(2, "unseen", 1, "migrate")
     (expected,) = [each for each in json.loads(files["tests/expected.json"]) if "family" in each]
     top = "environment/repo/"
     before = {path.removeprefix(top): text.encode() for path, text in files.items() if path.startswith(top)}
