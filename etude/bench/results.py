@@ -235,7 +235,8 @@ def _per_solved(trials: Sequence[JsonObject], price: TokenPrice | None) -> dict[
 
 
 def _by_category(line: Mapping[str, Any], most: int) -> dict[str, JsonObject]:
-    names = [name.split("/", 1)[1].rpartition("/")[0] for name in line if name.endswith("/tasks")]
+    keys = [key for key in line if key.startswith("category/") and key.endswith("/tasks")]
+    names = [key.removeprefix("category/").removesuffix("/tasks") for key in keys]
     return {
         name: {
             "tasks": line[f"category/{name}/tasks"],
