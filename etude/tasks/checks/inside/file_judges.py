@@ -251,7 +251,7 @@ def judge_texts(expected: JsonObject, files: Files) -> Score:
 
 def _text_of(path: str, data: bytes) -> str:
     """Return the text of a file: of code with the letters that Python takes for the same made one, of a document
-    without comments, which readers do not see."""
+    without comments, which are not shown."""
     text = data.decode("utf-8", "replace")
     if path.endswith((".md", ".html")):
         return re.sub(r"<!--.*?(-->|\Z)|^\[[^\]]*\]: *# .*$", "", text, flags=re.DOTALL | re.MULTILINE)
