@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import openai
+import patient_http
 import pytest
 from asking import TOKEN, USER, client_of
 from samplers import NAME, parrot, served, tiny_engine, until
@@ -60,7 +61,7 @@ class TestBadInput:
     @pytest.mark.parametrize(("change", "complaint"), BAD_CHATS, ids=lambda value: str(value)[:40])
     def test_of_a_chat_is_named(self, hello: str, change: dict[str, Any], complaint: str) -> None:
         body = json.dumps({**CHAT, **change})
-        response = httpx.post(
+        response = patient_http.post(
             f"{hello}/v1/chat/completions", content=body, headers={"content-type": "application/json"}
         )
         assert response.status_code == 400, response.text
@@ -80,12 +81,12 @@ class TestBadInput:
         ],
     )
     def test_neutral_and_ignored_values_are_accepted(self, hello: str, neutral: dict[str, Any]) -> None:
-        assert httpx.post(f"{hello}/v1/chat/completions", json={**CHAT, **neutral}).status_code == 200
+        assert patient_http.post(f"{hello}/v1/chat/completions", json={**CHAT, **neutral}).status_code == 200
 
     @pytest.mark.parametrize("body", [b"", b"{", b"[1,2", b"\xff\xfe", b"null", b"[]", b"[" * 100_000])
     @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/generate", "/weights"])
     def test_that_is_not_json_is_a_400(self, hello: str, path: str, body: bytes) -> None:
-        response = httpx.post(f"{hello}{path}", content=body, headers={"content-type": "application/json"})
+        response = patient_http.post(f"{hello}{path}", content=body, headers={"content-type": "application/json"})
         assert response.status_code == 400
         assert response.json()["error"]["message"]
 
@@ -113,7 +114,7 @@ class TestBadInput:
         ids=str,
     )
     def test_of_generate_is_named(self, hello: str, body: dict[str, Any], complaint: str) -> None:
-        response = httpx.post(
+        response = patient_http.post(
             f"{hello}/generate", content=json.dumps(body), headers={"content-type": "application/json"}
         )
         assert response.status_code == 400, response.text
@@ -129,23 +130,29 @@ class TestBadInput:
             assert caught.value.code == "context_length_exceeded"
             # litellm recognises the error by these words.
             assert "This model's maximum context length is 2048 tokens" in caught.value.message
-        response = httpx.post(f"{hello}/generate", json={"tokens": [1] * 3000})
+        response = patient_http.post(f"{hello}/generate", json={"tokens": [1] * 3000})
         assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
 
     def test_other_models_paths_methods_and_types(self, hello: str) -> None:
         with pytest.raises(openai.NotFoundError) as caught:
             client_of(hello).chat.completions.create(model="gpt-9", messages=USER)
         assert caught.value.code == "model_not_found"
-        assert httpx.get(f"{hello}/v2/nothing").status_code == 404
-        assert httpx.get(f"{hello}/generate").status_code == 405
+        assert patient_http.get(f"{hello}/v2/nothing").status_code == 404
+        assert patient_http.get(f"{hello}/generate").status_code == 405
         for path, allowed in (("/generate", {"POST"}), ("/health", {"GET", "HEAD"}), ("/metrics", {"GET", "HEAD"})):
             for method in ("OPTIONS", "PUT", "DELETE", "PATCH"):
-                response = httpx.request(method, f"{hello}{path}")
+                response = patient_http.request(method, f"{hello}{path}")
                 assert (response.status_code, set(response.headers["allow"].split(", "))) == (405, allowed)
                 assert response.json()["error"]["code"] == "method_not_allowed"
-        assert (httpx.head(f"{hello}/health").status_code, httpx.head(f"{hello}/health").content) == (200, b"")
-        assert (httpx.head(f"{hello}/generate").status_code, httpx.head(f"{hello}/generate").content) == (405, b"")
-        text = httpx.post(f"{hello}/generate", content=b'{"tokens":[1]}', headers={"content-type": "text/plain"})
+        assert (patient_http.head(f"{hello}/health").status_code, patient_http.head(f"{hello}/health").content) == (
+            200,
+            b"",
+        )
+        assert (patient_http.head(f"{hello}/generate").status_code, patient_http.head(f"{hello}/generate").content) == (
+            405,
+            b"",
+        )
+        text = patient_http.post(f"{hello}/generate", content=b'{"tokens":[1]}', headers={"content-type": "text/plain"})
         assert text.status_code == 415
         assert "application/json" in text.json()["error"]["message"]
 
@@ -154,8 +161,8 @@ class TestBadInput:
             client_of(hello).completions.create(model=NAME, prompt=["a", "b"])
 
     def test_no_pages_are_held_afterwards(self, hello: str) -> None:
-        assert httpx.get(f"{hello}/health").json()["open"] == 0
-        assert "etude_inference_pages_held 0\n" in httpx.get(f"{hello}/metrics").text
+        assert patient_http.get(f"{hello}/health").json()["open"] == 0
+        assert "etude_inference_pages_held 0\n" in patient_http.get(f"{hello}/metrics").text
 
 
 def test_a_body_over_the_limit_is_refused() -> None:
@@ -167,8 +174,8 @@ def test_a_body_over_the_limit_is_refused() -> None:
 
         kind = {"content-type": "application/json"}
         for response in (
-            httpx.post(f"{url}/generate", json=whole),
-            httpx.post(f"{url}/generate", content=in_chunks(), headers=kind),
+            patient_http.post(f"{url}/generate", json=whole),
+            patient_http.post(f"{url}/generate", content=in_chunks(), headers=kind),
         ):
             assert (response.status_code, response.json()["error"]["code"]) == (413, "body_too_large")
         with socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1])), timeout=10) as line:
@@ -176,26 +183,28 @@ def test_a_body_over_the_limit_is_refused() -> None:
             line.sendall(b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
             line.sendall(b"Content-Length: 99999999999999\r\n\r\n")
             assert line.recv(1000).startswith(b"HTTP/1.1 413 ")
-        assert httpx.post(f"{url}/generate", json={"tokens": [1], "sampling": {"max_tokens": 1}}).status_code == 200
+        assert (
+            patient_http.post(f"{url}/generate", json={"tokens": [1], "sampling": {"max_tokens": 1}}).status_code == 200
+        )
 
 
 def test_without_the_token_only_health_is_served() -> None:
     with served(parrot("Hi"), token=TOKEN) as (url, _):
         for wrong in ("none", TOKEN[:-1], TOKEN + "x", "ä"):
             header = {"authorization": f"Bearer {wrong}".encode()}
-            assert httpx.post(f"{url}/generate", json={"tokens": [1]}, headers=header).status_code == 401
+            assert patient_http.post(f"{url}/generate", json={"tokens": [1]}, headers=header).status_code == 401
         with pytest.raises(openai.AuthenticationError):
             client_of(url, "wrong").chat.completions.create(model=NAME, messages=USER)
-        assert httpx.get(f"{url}/health").status_code == 200
+        assert patient_http.get(f"{url}/health").status_code == 200
         assert client_of(url, TOKEN).chat.completions.create(model=NAME, messages=USER).choices
 
 
 def test_a_full_queue_is_a_429_with_retry_after() -> None:
     with served(tiny_engine(max_sequences=1), max_waiting=1) as (url, service):
-        httpx.post(f"{url}/pause")
+        patient_http.post(f"{url}/pause")
 
         async def fill() -> httpx.Response:
-            async with httpx.AsyncClient(timeout=30) as web:
+            async with patient_http.open_client() as web:
                 body = {"tokens": [1], "sampling": {"max_tokens": 2}}
                 tasks = [asyncio.create_task(web.post(f"{url}/generate", json=body)) for _ in range(2)]
                 await until(lambda: service.open_sequences == 2)

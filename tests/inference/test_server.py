@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import numpy as np
 import openai
+import patient_http
 import pytest
 import torch
 from asking import USER, client_of
@@ -55,7 +56,7 @@ def test_a_disconnect_cancels_and_frees_the_pages(path: str, body: dict[str, Any
 
     async def work() -> None:
         async with EngineService(engine) as service, serving(service) as url:
-            async with httpx.AsyncClient(timeout=30) as web:
+            async with patient_http.open_client() as web:
                 if body.get("stream"):
                     async with web.stream("POST", f"{url}{path}", json=body) as response:
                         async for _ in response.aiter_lines():
@@ -80,13 +81,13 @@ def test_no_web_page_replaces_the_weights_or_reads_an_answer() -> None:
     with served(tiny_engine()) as (url, service):
         evil = {"origin": "http://evil.example", "content-type": "text/plain"}
         for headers in (evil, {"content-type": "text/plain"}, {"host": "rebind.example", **JSON_TYPE}):
-            assert httpx.post(f"{url}/weights?version=7", content=weights, headers=headers).is_client_error
+            assert patient_http.post(f"{url}/weights?version=7", content=weights, headers=headers).is_client_error
         for path in ("/pause", "/resume", "/drain"):
-            assert httpx.post(f"{url}{path}", headers={"origin": "http://evil.example"}).status_code == 403
+            assert patient_http.post(f"{url}{path}", headers={"origin": "http://evil.example"}).status_code == 403
         for headers in ({"origin": "http://evil.example"}, {"host": "rebind.example"}):
-            assert httpx.get(f"{url}/v1/models", headers=headers).is_client_error
+            assert patient_http.get(f"{url}/v1/models", headers=headers).is_client_error
             body = {"model": NAME, "prompt": "x", "max_tokens": 1}
-            assert httpx.post(f"{url}/v1/completions", json=body, headers=headers).is_client_error
+            assert patient_http.post(f"{url}/v1/completions", json=body, headers=headers).is_client_error
         assert (service.version, service.state) == (0, "running")
 
 
@@ -98,7 +99,7 @@ def test_weights_change_during_a_stream_and_nothing_is_lost() -> None:
     weights = pack({name: tensor.detach().contiguous() for name, tensor in checkpoint_views(other).items()})
 
     async def work() -> None:
-        async with EngineService(engine) as service, serving(service) as url, httpx.AsyncClient(timeout=30) as web:
+        async with EngineService(engine) as service, serving(service) as url, patient_http.open_client() as web:
             body = {"tokens": [la], "sampling": {"max_tokens": 300, "samples": 2}, "stream": True}
             lines: list[dict[str, Any]] = []
             response = {}
@@ -140,24 +141,30 @@ def test_weights_by_path_and_invalid_weights(tmp_path: Path) -> None:
     size = len(tiny_model().norm.weight)
     broken, whole = {"norm.weight": torch.full((size,), torch.nan)}, {"norm.weight": torch.ones(size).long()}
     with served(tiny_engine()) as (url, service):
-        loaded = httpx.post(f"{url}/weights", json={"path": str(tmp_path / "new"), "version": 3})
+        loaded = patient_http.post(f"{url}/weights", json={"path": str(tmp_path / "new"), "version": 3})
         assert loaded.status_code == 200
         assert loaded.json()["version"] == 3
         raw = {"content-type": "application/octet-stream"}
         bad: list[tuple[httpx.Response, str]] = [
-            (httpx.post(f"{url}/weights", json={"path": str(tmp_path / "none"), "version": 4}), "not found"),
-            (httpx.post(f"{url}/weights", json={"path": "x"}), "version"),
-            (httpx.post(f"{url}/weights", content=b"junk", headers=raw), "version is ''"),
-            (httpx.post(f"{url}/weights?version=4", content=b"junk", headers=raw), "not a safetensors file"),
-            (httpx.post(f"{url}/weights?version={'9' * 5000}", content=b"junk", headers=raw), "version is '999"),
+            (patient_http.post(f"{url}/weights", json={"path": str(tmp_path / "none"), "version": 4}), "not found"),
+            (patient_http.post(f"{url}/weights", json={"path": "x"}), "version"),
+            (patient_http.post(f"{url}/weights", content=b"junk", headers=raw), "version is ''"),
+            (patient_http.post(f"{url}/weights?version=4", content=b"junk", headers=raw), "not a safetensors file"),
+            (patient_http.post(f"{url}/weights?version={'9' * 5000}", content=b"junk", headers=raw), "version is '999"),
             (
-                httpx.post(f"{url}/weights", json={"path": "a\0b", "version": 4}),
+                patient_http.post(f"{url}/weights", json={"path": "a\0b", "version": 4}),
                 "path: String should match pattern",
             ),
-            (httpx.post(f"{url}/weights", json={"path": "x" * 5000, "version": 4}), "name too long"),
-            (httpx.post(f"{url}/weights", json={"path": "x", "version": 10**40}), "version: "),
-            (httpx.post(f"{url}/weights?version=4", content=pack(broken), headers=raw), "norm.weight has values that"),
-            (httpx.post(f"{url}/weights?version=4", content=pack(whole), headers=raw), "expected float32 or bfloat16"),
+            (patient_http.post(f"{url}/weights", json={"path": "x" * 5000, "version": 4}), "name too long"),
+            (patient_http.post(f"{url}/weights", json={"path": "x", "version": 10**40}), "version: "),
+            (
+                patient_http.post(f"{url}/weights?version=4", content=pack(broken), headers=raw),
+                "norm.weight has values that",
+            ),
+            (
+                patient_http.post(f"{url}/weights?version=4", content=pack(whole), headers=raw),
+                "expected float32 or bfloat16",
+            ),
         ]
         for response, complaint in bad:
             assert response.status_code == 400, response.text
@@ -174,7 +181,7 @@ def test_weights_sent_at_the_same_time_are_each_loaded_completely(tmp_path: Path
         async with (
             EngineService(tiny_engine()) as service,
             serving(service) as url,
-            httpx.AsyncClient(timeout=30) as web,
+            patient_http.open_client() as web,
         ):
             body = {"tokens": [1, 2], "sampling": {"max_tokens": 400, "samples": 3}}
             sampling = asyncio.create_task(web.post(f"{url}/generate", json=body))
@@ -196,7 +203,7 @@ def test_generate_is_token_exact_with_routing() -> None:
     assert moe is not None
     with served(engine) as (url, _):
         body = {"tokens": [3, 4, 5], "sampling": {"max_tokens": 6, "samples": 2, "seed": 4}, "routing": True}
-        samples = httpx.post(f"{url}/generate", json=body).json()["samples"]
+        samples = patient_http.post(f"{url}/generate", json=body).json()["samples"]
         for sample in samples:
             assert len(sample["tokens"]) == len(sample["logprobs"]) == len(sample["raw_logprobs"]) == 6
             assert sample["versions"] == [0] * 6
@@ -205,8 +212,14 @@ def test_generate_is_token_exact_with_routing() -> None:
             assert routing["shape"] == [8, len(moe.layers), moe.per_token]
             array = np.frombuffer(base64.b64decode(routing["data"]), np.uint8)
             assert array.max() < moe.experts
-        assert httpx.post(f"{url}/generate", json={**body, "routing": False}).json()["samples"][0]["routing"] is None
-        lines = [json.loads(line) for line in httpx.post(f"{url}/generate", json={**body, "stream": True}).iter_lines()]
+        assert (
+            patient_http.post(f"{url}/generate", json={**body, "routing": False}).json()["samples"][0]["routing"]
+            is None
+        )
+        lines = [
+            json.loads(line)
+            for line in patient_http.post(f"{url}/generate", json={**body, "stream": True}).iter_lines()
+        ]
         for index, sample in enumerate(samples):
             mine = [line for line in lines if line["index"] == index]
             assert [token for line in mine for token in line["tokens"]] == sample["tokens"]
@@ -215,14 +228,14 @@ def test_generate_is_token_exact_with_routing() -> None:
 
 def test_drain_refuses_new_requests_and_health_reports_it() -> None:
     with served(parrot("Hi")) as (url, _):
-        assert httpx.get(f"{url}/health").json() == {"status": "running", "version": 0, "open": 0}
-        assert httpx.post(f"{url}/drain").status_code == 202
-        health = httpx.get(f"{url}/health")
+        assert patient_http.get(f"{url}/health").json() == {"status": "running", "version": 0, "open": 0}
+        assert patient_http.post(f"{url}/drain").status_code == 202
+        health = patient_http.get(f"{url}/health")
         assert (health.status_code, health.json()["status"]) == (503, "draining")
         with pytest.raises(openai.InternalServerError) as caught:
             client_of(url).chat.completions.create(model=NAME, messages=USER)
         assert caught.value.code == "draining"
-        httpx.post(f"{url}/resume")
+        patient_http.post(f"{url}/resume")
         assert client_of(url).chat.completions.create(model=NAME, messages=USER).choices
 
 
@@ -239,15 +252,15 @@ def test_a_broken_engine_is_reported_in_the_stream_and_by_health(monkeypatch: py
         monkeypatch.setattr(engine, "step", fail)
         with pytest.raises(openai.APIError, match="out of memory"):
             list(stream)
-        assert httpx.get(f"{url}/health").status_code == 503
+        assert patient_http.get(f"{url}/health").status_code == 503
         with pytest.raises(openai.InternalServerError, match="out of memory"):
             client.chat.completions.create(model=NAME, messages=USER)
 
 
 def test_metrics_are_in_prometheus_format(random_server: tuple[str, EngineService]) -> None:
     url, _ = random_server
-    httpx.post(f"{url}/generate", json={"tokens": [1, 2], "sampling": {"max_tokens": 3}})
-    text = httpx.get(f"{url}/metrics").text
+    patient_http.post(f"{url}/generate", json={"tokens": [1, 2], "sampling": {"max_tokens": 3}})
+    text = patient_http.get(f"{url}/metrics").text
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     assert float(values["etude_inference_tokens_made_total"]) >= 3
     assert float(values['etude_inference_samples_total{ending="length"}']) >= 1
@@ -260,8 +273,8 @@ def test_metrics_have_latency_histograms_and_drafts_with_speculation() -> None:
     options = EngineOptions(kv_cache_tokens=8192, page_size=8, max_sequences=4, drafts=2)
     engine = Engine(model, options, mtp=initialize_mtp(model.config, 1, 1, torch.float32))
     with served(engine) as (url, _):
-        httpx.post(f"{url}/generate", json={"tokens": [1, 2], "sampling": {"max_tokens": 12, "samples": 3}})
-        text = httpx.get(f"{url}/metrics").text
+        patient_http.post(f"{url}/generate", json={"tokens": [1, 2], "sampling": {"max_tokens": 12, "samples": 3}})
+        text = patient_http.get(f"{url}/metrics").text
     pairs = [line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#")]
     values = {name: float(value) for name, value in pairs}
     assert engine.speculator is not None
@@ -336,12 +349,12 @@ def test_the_command_makes_a_token_for_what_changes_the_server(checkpoint: Path)
         weights = {"content": pack(tensors), "headers": {"content-type": "application/octet-stream"}}
         changes = [("/pause", {}), ("/resume", {}), ("/weights?version=7", weights), ("/drain", {})]
         for path, options in changes:
-            assert httpx.post(f"{url}{path}", **options).status_code == 401, path
-        assert httpx.get(f"{url}/health").json()["version"] == 0
+            assert patient_http.post(f"{url}{path}", **options).status_code == 401, path
+        assert patient_http.get(f"{url}/health").json()["version"] == 0
         for path, options in changes:
             headers = options.get("headers", {}) | {"authorization": f"Bearer {token}"}
-            assert httpx.post(f"{url}{path}", **{**options, "headers": headers}).is_success, path
-        assert httpx.get(f"{url}/health").json()["version"] == 7
+            assert patient_http.post(f"{url}{path}", **{**options, "headers": headers}).is_success, path
+        assert patient_http.get(f"{url}/health").json()["version"] == 7
 
 
 def test_the_command_fails_unfinished_requests_when_the_grace_period_is_over(checkpoint: Path) -> None:
@@ -363,9 +376,9 @@ def test_the_command_drafts_with_mtp_layers_and_refuses_without(checkpoint: Path
     save_mtp(initialize_mtp(model.config, 1, 1, torch.float32), checkpoint)
     with command(checkpoint, "--drafts", "2") as (url, _):
         body = {"tokens": [5, 6, 7], "sampling": {"max_tokens": 20, "temperature": 0}}
-        (sample,) = httpx.post(f"{url}/generate", json=body).json()["samples"]
+        (sample,) = patient_http.post(f"{url}/generate", json=body).json()["samples"]
         assert sample["tokens"] == list(generate(model, [5, 6, 7], max_tokens=20))
-        assert 'etude_inference_drafts_accepted_total{depth="2"}' in httpx.get(f"{url}/metrics").text
+        assert 'etude_inference_drafts_accepted_total{depth="2"}' in patient_http.get(f"{url}/metrics").text
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+import patient_http
 import pytest
 import torch
 from asking import QUICK, fake
@@ -354,7 +355,7 @@ def serving_with_vllm(python: Path, checkpoint: Path, log: Path) -> Iterator[str
         deadline = time.monotonic() + 300
         while True:
             with contextlib.suppress(httpx.HTTPError):
-                if httpx.get(f"{url}/health").status_code == 200:
+                if patient_http.get(f"{url}/health").status_code == 200:
                     break
             assert process.poll() is None, log.read_text()[-3000:]
             assert time.monotonic() < deadline, log.read_text()[-3000:]

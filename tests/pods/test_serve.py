@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import patient_http
 import pytest
 from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
@@ -193,7 +193,7 @@ def test_errors_have_the_same_class_as_on_the_host(host: Server) -> None:
 def test_a_wrong_token_is_refused_and_unknown_fields_are_named(host: Server) -> None:
     for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": f"Basic {TOKEN}"}):
         for path in ("/v1/report", "/v1/pods/x/agent", "/nothing"):
-            assert httpx.get(host.url + path, headers=headers, trust_env=False).status_code == 401
+            assert patient_http.get(host.url + path, headers=headers, trust_env=False).status_code == 401
     with pytest.raises(InputError, match="token"):
         asyncio.run(RemoteHostClient.open(host.url, "wrong"))
     with pytest.raises(HostGone, match="does not answer"):
@@ -201,7 +201,7 @@ def test_a_wrong_token_is_refused_and_unknown_fields_are_named(host: Server) -> 
 
     def post(body: Any) -> tuple[int, dict[str, str]]:
         headers = {"authorization": f"Bearer {TOKEN}"}
-        answer = httpx.post(f"{host.url}/v1/pods", json=body, headers=headers, trust_env=False)
+        answer = patient_http.post(f"{host.url}/v1/pods", json=body, headers=headers, trust_env=False)
         return answer.status_code, answer.json()
 
     for body, message in (
@@ -366,7 +366,7 @@ def test_without_a_token_no_web_page_gets_a_pod(monkeypatch: pytest.MonkeyPatch)
             evil = "http://evil.example"
             kind, text = {"content-type": "application/json"}, {"content-type": "text/plain"}
             rebound = {"host": "rebind.example"}
-            async with httpx.AsyncClient(base_url=f"{running.url}/v1") as web:
+            async with patient_http.open_client(base_url=f"{running.url}/v1") as web:
                 for headers in (text, {**text, "origin": evil}, {"origin": evil}, rebound):
                     response = await web.post("/pods", content=b"{}", headers=kind | headers)
                     assert response.is_client_error, headers
@@ -385,8 +385,8 @@ def test_a_server_makes_a_token_and_keeps_it(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(serving, "ENVIRONMENT", {**serving.ENVIRONMENT, "ETUDE_PODS_TOKEN": ""})
     with server() as running:
         token = (running.state / "serve-token").read_text()
-        assert httpx.get(f"{running.url}/v1/pods").status_code == 401
+        assert patient_http.get(f"{running.url}/v1/pods").status_code == 401
         running.end()
         running.start()
         known = {"authorization": f"Bearer {token}"}
-        assert httpx.get(f"{running.url}/v1/pods", headers=known).json() == []
+        assert patient_http.get(f"{running.url}/v1/pods", headers=known).json() == []

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
+import patient_http
 import pytest
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -78,31 +78,34 @@ def test_pages_of_other_origins_and_foreign_names_are_refused() -> None:
             (403, {"sec-fetch-site": "same-site", "sec-fetch-mode": "cors"}),
         ]
         for status, headers in cases:
-            assert httpx.get(f"{url}/read", headers=headers).status_code == status, headers
-            assert httpx.post(f"{url}/change", headers=headers).status_code == status, headers
-        assert httpx.get(f"{url}/read", headers=LINK).status_code == 200  # a link to a page
-        assert httpx.post(f"{url}/read", headers=LINK).status_code == 403  # a form
+            assert patient_http.get(f"{url}/read", headers=headers).status_code == status, headers
+            assert patient_http.post(f"{url}/change", headers=headers).status_code == status, headers
+        assert patient_http.get(f"{url}/read", headers=LINK).status_code == 200  # a link to a page
+        assert patient_http.post(f"{url}/read", headers=LINK).status_code == 403  # a form
 
 
 def test_a_body_has_a_type_that_pages_cannot_send_unasked() -> None:
     with served() as url:
         for status, headers in [(200, JSON), (200, BYTES), (415, TEXT), (415, {})]:
-            assert httpx.post(f"{url}/read", content=b"1", headers=headers).status_code == status, headers
+            assert patient_http.post(f"{url}/read", content=b"1", headers=headers).status_code == status, headers
             chunks = iter([b"1", b"2"])
-            assert httpx.post(f"{url}/read", content=chunks, headers=headers).status_code == status, headers
-        assert httpx.post(f"{url}/read", headers={"content-type": "application/json; charset=utf-8"}).status_code == 200
-        assert httpx.post(f"{url}/read", files={"a": b"1"}).status_code == 415
+            assert patient_http.post(f"{url}/read", content=chunks, headers=headers).status_code == status, headers
+        assert (
+            patient_http.post(f"{url}/read", headers={"content-type": "application/json; charset=utf-8"}).status_code
+            == 200
+        )
+        assert patient_http.post(f"{url}/read", files={"a": b"1"}).status_code == 415
 
 
 def test_changes_need_the_token_and_with_it_any_name_will_do() -> None:
     with served(TOKEN) as url:
         known = {"authorization": f"Bearer {TOKEN}"}
         for headers in ({}, {"authorization": "Bearer"}, {"authorization": f"Bearer {TOKEN}x"}):
-            assert httpx.post(f"{url}/change", headers=headers).status_code == 401
-            assert httpx.get(f"{url}/read", headers=headers).status_code == 200
-        assert httpx.post(f"{url}/change", headers=known).status_code == 200
-        assert httpx.post(f"{url}/change", headers=known | {"host": "gpu7.cluster"}).status_code == 200
-        assert httpx.post(f"{url}/change", headers=known | {"origin": "http://evil.example"}).status_code == 403
+            assert patient_http.post(f"{url}/change", headers=headers).status_code == 401
+            assert patient_http.get(f"{url}/read", headers=headers).status_code == 200
+        assert patient_http.post(f"{url}/change", headers=known).status_code == 200
+        assert patient_http.post(f"{url}/change", headers=known | {"host": "gpu7.cluster"}).status_code == 200
+        assert patient_http.post(f"{url}/change", headers=known | {"origin": "http://evil.example"}).status_code == 403
 
 
 def test_a_websocket_of_another_origin_is_refused() -> None:
