@@ -96,6 +96,7 @@ def test_a_run_without_rl_is_measured_once_and_never_again(tmp_path: Path) -> No
     assert count_scorings(RunLayout(run)) == facts["scored"]
 
 
+@pytest.mark.slow
 def test_rl_and_the_model_it_starts_from_are_measured_with_the_same_seeds(tmp_path: Path) -> None:
     make_tasks(tmp_path)
     table = {key: value for key, value in EVALUATION.items() if key != "sessions"}
@@ -191,6 +192,7 @@ def test_a_scoring_counts_once_and_a_torn_line_does_not(tmp_path: Path) -> None:
         assert [json.loads(line)["set"] for line in run.layout.scorings.read_text().splitlines()[:2]] == ["unseen"] * 2
 
 
+@pytest.mark.slow
 def test_a_longer_context_is_measured_too(tmp_path: Path) -> None:
     """A recipe may name a model whose rotary embedding differs from the base's; its evaluation reads its own config."""
     config = ModelConfig.from_hugging_face(
