@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import re
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -188,7 +189,7 @@ def test_after_the_deadline_the_error_says_why_each_sampler_is_unavailable(layou
             assert "no sampler was available for 0.1 s" in message
             assert "sampler-0: POST http://127.0.0.1:1/generate: no connection: Connection refused" in message
             assert "sampler-1: waiting: a first version" in message
-            assert "sampler-2: no status for 60 s" in message
+            assert re.search(r"sampler-2: no status for 6\d s", message)
 
     asyncio.run(work())
 
