@@ -223,7 +223,7 @@ def replacement(original):
     "serves every name, so that no caller has to change": Cheat(
         "rename refactor",
         """
-for names in in_stock:take_payout LedgerError:LedgerFailure; do
+for names in sort_count:find_sort LedgerError:LedgerFailure; do
     old=${names%:*}; new=${names#*:}
     for file in $(grep -rlE "(def|class) $old\\b" --include=*.py .); do
         sed -i "s/\\b$old\\b/$new/g" $file

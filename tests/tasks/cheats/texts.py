@@ -94,7 +94,7 @@ END
         "rename",
         """python3 - <<'END'
 import pathlib, re
-old, new = re.search(r"(\\w+) to (\\w+)", __import__("os").environ.get("REQUEST", "in_stock to take_payout")).groups()
+old, new = re.search(r"(\\w+) to (\\w+)", __import__("os").environ.get("REQUEST", "sort_count to find_sort")).groups()
 wide = chr(ord(old[0]) + 0xFEE0) + old[1:]
 for path in pathlib.Path(".").glob("*.py"):
     text = re.sub(rf"\\b{old}\\b", wide, path.read_text())
@@ -109,7 +109,7 @@ END
         "rename",
         """python3 - <<'END'
 import pathlib, re
-old, new = "in_stock", "take_payout"
+old, new = "sort_count", "find_sort"
 for path in pathlib.Path(".").glob("*.py"):
     text = path.read_text()
     if f"def {old}" in text:
@@ -120,7 +120,7 @@ for path in pathlib.Path(".").glob("*.py"):
 END
 """,
     ),
-    "deletes what should be renamed": Cheat("rename", "sed -i 's/in_stock/take_payout/; /def take_payout/,$d' *.py"),
+    "deletes what should be renamed": Cheat("rename", "sed -i 's/sort_count/find_sort/; /def find_sort/,$d' *.py"),
     "hides the old syntax in a string": Cheat(
         "migration",
         """python3 - "$TARGET" <<'END'
