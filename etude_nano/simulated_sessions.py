@@ -56,7 +56,7 @@ _GREP = re.compile(r"grep -n (?:'([^']*)'|(\w+)) \*\.py")
 
 
 class CannotSimulate(Exception):
-    """Raised for a command whose output in a pod is not known here."""
+    """Raised for a command whose output in a pod is not known here, and for a call that was parsed incompletely."""
 
 
 async def simulate_demonstration(
@@ -143,6 +143,10 @@ class SimulatedToolExecutor:
 
     def _run(self, call: ToolCall) -> ToolOutcome:
         given = dict(call.arguments or {})
+        functions = {each["function"]["name"]: each["function"] for each in self.schemas}
+        required = functions[call.name]["parameters"].get("required", ())
+        if missing := [name for name in required if name not in given]:  # a text contains the markup of tool calls
+            raise CannotSimulate(f"{call.name} without {missing[0]}")
         if call.name == "run_terminal_cmd":
             output, code = self._command(given["command"])
             text = output if output.endswith("\n") or not output else output + "\n"

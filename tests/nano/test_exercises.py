@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from etude.chat.dialects import dialect_for
+from etude.chat.messages import ToolCall
 from etude.chat.tokenizer import Tokenizer
 from etude.data.canonical import definition_digest
 from etude.data.shards import Shards
@@ -25,11 +26,13 @@ from etude_nano.code_snippets import (
     make_pool,
     rename_identifiers,
 )
+from etude_nano.demonstrator import NANO_TOOL_SET
 from etude_nano.exercises import TranscriptBuilder, draw_exercise, simulate_exercise
 from etude_nano.exercises_programs import run_script
 from etude_nano.function_templates import draw_caller, draw_leaf
 from etude_nano.pod_sessions import run_demonstrations, vocabulary_texts
 from etude_nano.sides import UNSEEN_FAULTS, side_of
+from etude_nano.simulated_sessions import CannotSimulate, SimulatedToolExecutor
 from etude_nano.source import generate_nano
 from etude_nano.task_writer import WORKSPACE
 from etude_nano.tokenizer import FRAMES, opening_lines, train_nano_tokenizer
@@ -200,3 +203,10 @@ def test_base_data_is_a_tokenizer_and_corpora_that_fit_it(tmp_path: Path) -> Non
         make_base_data(tmp_path / "data", [str(source)], amounts)
     with pytest.raises(InputError, match="is not a directory"):
         make_base_data(tmp_path / "other", ["/nowhere"], amounts)
+
+
+def test_a_call_that_is_parsed_without_a_required_argument_cannot_be_simulated(tmp_path: Path) -> None:
+    """Code about agents contains the markup of tool calls; a turn that quotes it may be parsed as another call."""
+    tools = SimulatedToolExecutor({"a.py": "x = 1\n"}, NANO_TOOL_SET, str(tmp_path))
+    with pytest.raises(CannotSimulate, match="search_replace without old_string"):
+        asyncio.run(tools.run([ToolCall("search_replace", {"file_path": "a.py"}, "1")]))
