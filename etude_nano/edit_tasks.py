@@ -35,6 +35,7 @@ from etude_nano.templates import NanoFunction, change_templates, draw_function
 
 MIGRATIONS = ("fstring", "none", "type")
 LEGACY_PATTERNS = {"fstring": "text-formatting", "none": "none-comparisons", "type": "type-comparisons"}
+NUMBER_END = r"(?![%\w]|[.,/^*-]\d)"  # 7.25 does not say 7
 MODERN_SYNTAX = {"fstring": "f-strings", "none": "is", "type": "isinstance"}
 
 
@@ -236,8 +237,8 @@ def docstring(rng: Random, split: Split, difficulty: int) -> NanoTaskDraft | Non
         solution={file: right[file]},
         checks=(
             code_check(right),
-            text_check(f"/{file}", _doc_pattern(doc, true), _doc_pattern(stale, false)),
-            lines_check(file, repo[file], right[file]),
+            text_check(f"/{file}", _doc_pattern(doc, true) + NUMBER_END, _doc_pattern(stale, false)),
+            lines_check(file, repo[file], right[file], prose=True),
         ),
         plan=DemonstrationPlan(
             (file,) if difficulty == 1 else tuple(reversed(list(right))),
@@ -297,7 +298,7 @@ def readme(rng: Random, split: Split, difficulty: int) -> NanoTaskDraft | None:
         checks=(
             code_check(unchanged_code),
             text_check("/README.md", rf"\b{re.escape(true)}", rf"\b{re.escape(false)}"),
-            lines_check("README.md", stale, text),
+            lines_check("README.md", stale, text, prose=True),
         ),
         plan=DemonstrationPlan(
             ("README.md",),

@@ -19,6 +19,14 @@ import unicodedata
 from etude.globs import Globs
 from etude.tasks.checks.inside.cases import canonical_repr
 from etude.tasks.checks.inside.patterns import lines_with, modern_forms
+from etude.tasks.checks.inside.statements import (
+    claims,
+    denials,
+    introduces_denial,
+    number_texts,
+    states_name,
+    states_number,
+)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -218,7 +226,8 @@ def judge_data(expected: JsonObject, files: Files) -> Score:
 
 def judge_lines(expected: JsonObject, files: Files) -> Score:
     """Check that files keep their other lines, in order, gain at most `more`, and have the expected words in them.
-    Blank lines do not count."""
+    Blank lines do not count. A text with `denials` has no more words of denial, and no other numbers than `numbers`:
+    it does not take back what it says."""
     problems = []
     for path, rule in expected["files"].items():
         lines = [line.strip() for line in _text_of(path, files.get(path, b"")).splitlines() if line.strip()]
@@ -231,6 +240,11 @@ def judge_lines(expected: JsonObject, files: Files) -> Score:
         have = collections.Counter(re.findall(r"\w+", " ".join(lines)))
         lost = collections.Counter(rule["words"]) - have
         problems += [f"{path} lacks the word {word}" for word in sorted(lost)[:5]]
+        if "denials" in rule:
+            others = set(number_texts("\n".join(lines))) - set(rule["numbers"])
+            problems += [f"{path} has the number {number[:20]}" for number in sorted(others)[:5]]
+            if denials("\n".join(lines)) > rule["denials"]:
+                problems.append(f"{path} denies what it says")
     return all_or_nothing(problems)
 
 
@@ -287,21 +301,24 @@ def _matches(place: tuple[str, int], planted: JsonObject) -> bool:
 
 
 def judge_answer(expected: JsonObject, files: Files) -> Score:
-    """Check the final message. It names exactly one of several things, or one number that was not given; or it matches
-    `says` and not `not`; or it, or its last line, is an accepted answer."""
+    """Check the final message. It states exactly one of several names, or one number that was not given; or it claims
+    what `says` matches and does not match `not`; or it, or its last line, is an accepted answer. A message that denies
+    the right answer, bounds it or leaves it open is wrong. `faulty`: the question is what is wrong."""
     text = files.get(FINAL, b"").decode("utf-8", "replace")[:MAX_ANSWER_CHARS].strip()
     if not text:
         return all_or_nothing(["there is no answer"])
     if "one_of" in expected:
         right = [name for name in expected["one_of"] if _mentions(text, name)] == [expected["is"]]
+        right = right and states_name(text, expected["is"], faulty=expected.get("faulty", False))
     elif "number" in expected:
-        right = {int(each) for each in re.findall(r"-?\d{1,20}", text)} - set(expected["given"]) == {expected["number"]}
+        right = states_number(text, expected["number"], expected["given"], faulty=expected.get("faulty", False))
     elif "says" in expected:
-        right = bool(re.search(expected["says"], text, re.IGNORECASE))
-        right = right and not re.search(expected["not"], text, re.IGNORECASE)
+        right = claims(text, expected["says"]) and not re.search(expected["not"], text, re.IGNORECASE)
     else:
-        given = {_normalize(text), _normalize(text.splitlines()[-1])}
-        right = bool(given & {_normalize(each) for each in expected["accepted"]})
+        accepted = {_normalize(each) for each in expected["accepted"]}
+        *lines, last = [line for line in text.splitlines() if line.strip()]
+        right = _normalize(text) in accepted
+        right = right or (_normalize(last) in accepted and not (lines and introduces_denial(lines[-1])))
     return all_or_nothing([] if right else [f"answered {text[-200:]!r}"])
 
 
