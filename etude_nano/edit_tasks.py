@@ -28,6 +28,7 @@ from etude_nano.task_writer import (
     calls_check,
     code_check,
     mutants_check,
+    names_check,
     patterns_check,
     text_check,
 )
@@ -137,6 +138,7 @@ def rename(rng: Random, split: Split, difficulty: int) -> NanoTaskDraft | None:
                 absent=[(module, old) for module, _ in program.modules for old in renames],
             ),
             text_check("*.py", lacks=rf"\b({'|'.join(renames)})\b"),
+            names_check(list(renames), {**renamed, check.path: check.text}),
         ),
         plan=DemonstrationPlan(
             tuple(changed),

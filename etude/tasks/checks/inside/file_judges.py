@@ -18,7 +18,7 @@ import unicodedata
 
 from etude.globs import Globs
 from etude.tasks.checks.inside.cases import canonical_repr
-from etude.tasks.checks.inside.patterns import lines_with, modern_forms
+from etude.tasks.checks.inside.patterns import TEST_PATH, lines_with, lookups, modern_forms
 from etude.tasks.checks.inside.statements import (
     claims,
     denials,
@@ -61,8 +61,15 @@ def all_or_nothing(problems: list[str]) -> Score:
 
 
 def judge_names(expected: JsonObject, files: Files) -> Score:
-    """Check that removed names are absent and that names are defined, or not, where expected."""
+    """Check that removed names are absent and that names are defined, or not, where expected. Outside of tests there
+    are at most `lookups` of names at run time: one more could serve a removed name."""
     problems = []
+    if "lookups" in expected:
+        found = count_lookups(files)
+        if found > expected["lookups"]:
+            problems.append(
+                f"names are looked up at run time in {found} places, expected at most {expected['lookups']}"
+            )
     for path in files:
         if not path.endswith((".py", ".pyi")):
             continue
@@ -76,6 +83,12 @@ def judge_names(expected: JsonObject, files: Files) -> Score:
         if name in _defined(_parse(files.get(path, b""))):
             problems.append(f"{path} still defines {name}")
     return all_or_nothing(problems)
+
+
+def count_lookups(files: Files) -> int:
+    """Return how often the code outside of tests looks up names at run time."""
+    sources = [data for path, data in files.items() if path.endswith(".py") and not TEST_PATH.search(path)]
+    return sum(lookups(tree) for tree in map(_parse, sources) if tree is not None)
 
 
 def _names(data: bytes) -> set[str]:
@@ -189,8 +202,9 @@ def judge_scope(expected: JsonObject, files: Files) -> Score:
 
 
 def judge_patterns(expected: JsonObject, files: Files) -> Score:
-    """Check that no more legacy patterns remain than `files` allows, or `others` in Python files that it lacks, and
-    that each file of `least` has at least so many modern forms."""
+    """Check that no more legacy patterns remain than `files` allows, or `others` in Python files that it lacks, that
+    each file of `least` has at least so many modern forms, and each of `lookups` at most so many lookups of names at
+    run time."""
     problems = []
     others = [path for path in files if path.endswith(".py")] if "others" in expected else []
     for path in sorted({*expected["files"], *others}):
@@ -208,6 +222,12 @@ def judge_patterns(expected: JsonObject, files: Files) -> Score:
         found = modern_forms(expected["family"], tree) if tree is not None else 0
         if found < least:
             problems.append(f"{path}: has {found} modern forms, expected at least {least}")
+    known = expected.get("lookups", {})
+    for path in {*known, *others} if "lookups" in expected else ():
+        tree = _parse(files.get(path, b""))
+        found = lookups(tree) if tree is not None else 0
+        if found > known.get(path, 0):
+            problems.append(f"{path}: looks up {found} names at run time, expected at most {known.get(path, 0)}")
     return all_or_nothing(problems)
 
 

@@ -63,7 +63,8 @@ CLEARED = re.compile(
 )
 RETRACTED = (
     r"^\W*(?:no|not|nope|never|(?:just )?(?:kidding|joking)|(?:no,? )?wait)\W*$|"
-    r"\b(?:that|this|it|which|(?:the|this|that|my) (?:answer|above|value|number|result|line|file|statement|example|name))"
+    r"\b(?:that|this|it|which|(?:the|this|that|my) "
+    r"(?:answer|above|value|number|result|line|file|statement|example|name))"
     r"(?: is| was|['’]s)(?:(?: not|n['’]t)(?: (?:so|true|it|the case|meant|(?:the |my |an )?answer|any ?more))?"
     r"| (?:\w+ )?(?:false|untrue|a lie|a joke)| no longer\b.*)\W*$"
 )
