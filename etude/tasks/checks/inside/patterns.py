@@ -19,8 +19,18 @@ TYPING = ("List", "Dict", "Set", "FrozenSet", "Tuple", "Type", "Optional", "Unio
 BUILTIN_GENERICS = ("list", "dict", "set", "frozenset", "tuple", "type")
 OLD_ERRORS = ("IOError", "EnvironmentError")
 # By these a name is looked up that the code does not have to spell.
-LOOKUP_FUNCTIONS = ("getattr", "setattr", "globals", "locals", "exec", "__import__", "import_module")
-LOOKUP_FUNCTIONS += ("attrgetter", "methodcaller", "__builtins__")
+LOOKUP_FUNCTIONS = (
+    "getattr",
+    "setattr",
+    "globals",
+    "locals",
+    "exec",
+    "__import__",
+    "__builtins__",
+    "import_module",
+    "attrgetter",
+    "methodcaller",
+)
 LOOKUP_NAMES = (*LOOKUP_FUNCTIONS, "vars", "eval", "compile", "builtins")
 LOOKUP_METHODS = ("__getattr__", "__getattribute__")
 LOOKUP_ATTRIBUTES = (*LOOKUP_FUNCTIONS, *LOOKUP_METHODS, "__dict__", "__subclasses__")
