@@ -28,6 +28,7 @@ from etude_nano.task_writer import (
     calls_check,
     code_check,
     mutants_check,
+    names_check,
     patterns_check,
     text_check,
 )
@@ -35,6 +36,7 @@ from etude_nano.templates import NanoFunction, change_templates, draw_function
 
 MIGRATIONS = ("fstring", "none", "type")
 LEGACY_PATTERNS = {"fstring": "text-formatting", "none": "none-comparisons", "type": "type-comparisons"}
+NUMBER_END = r"(?![%\w]|[.,/^*-]\d)"  # 7.25 does not say 7
 MODERN_SYNTAX = {"fstring": "f-strings", "none": "is", "type": "isinstance"}
 
 
@@ -136,6 +138,7 @@ def rename(rng: Random, split: Split, difficulty: int) -> NanoTaskDraft | None:
                 absent=[(module, old) for module, _ in program.modules for old in renames],
             ),
             text_check("*.py", lacks=rf"\b({'|'.join(renames)})\b"),
+            names_check(list(renames), {**renamed, check.path: check.text}),
         ),
         plan=DemonstrationPlan(
             tuple(changed),
@@ -236,8 +239,8 @@ def docstring(rng: Random, split: Split, difficulty: int) -> NanoTaskDraft | Non
         solution={file: right[file]},
         checks=(
             code_check(right),
-            text_check(f"/{file}", _doc_pattern(doc, true), _doc_pattern(stale, false)),
-            lines_check(file, repo[file], right[file]),
+            text_check(f"/{file}", _doc_pattern(doc, true) + NUMBER_END, _doc_pattern(stale, false)),
+            lines_check(file, repo[file], right[file], prose=True),
         ),
         plan=DemonstrationPlan(
             (file,) if difficulty == 1 else tuple(reversed(list(right))),
@@ -297,7 +300,7 @@ def readme(rng: Random, split: Split, difficulty: int) -> NanoTaskDraft | None:
         checks=(
             code_check(unchanged_code),
             text_check("/README.md", rf"\b{re.escape(true)}", rf"\b{re.escape(false)}"),
-            lines_check("README.md", stale, text),
+            lines_check("README.md", stale, text, prose=True),
         ),
         plan=DemonstrationPlan(
             ("README.md",),

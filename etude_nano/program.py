@@ -13,11 +13,12 @@ from typing import Any
 from etude_nano import word_lists
 from etude_nano.function_templates import draw_caller, draw_leaf
 from etude_nano.sides import Split
-from etude_nano.templates import Fault, NanoFunction, draw_arguments
+from etude_nano.templates import Fault, NanoFunction, draw_arguments, draw_large_arguments
 
 # In the text of a function `@name(` calls another; the spelling of the call depends on the modules of the two.
 _CALL = re.compile(r"@(\w+)")
 CHAIN_LAYOUTS = {1: (1, 1), 2: (1, 2), 3: (2, 2), 4: (3, 3)}  # difficulty -> modules and functions of a call chain
+MAX_LARGE_RESULT = 2000  # characters of the repr
 MAX_ARGUMENT_DRAWS = 40  # draws of arguments until enough cases show a fault
 
 
@@ -128,6 +129,20 @@ def plain_cases(function: NanoFunction, program: Program, rng: Random, count: in
     """Draw up to `count` cases of a function of a correct program; None if there are none."""
     right = program.load()
     return draw_cases(function, right, right, rng, revealing=0, plain=count) or None
+
+
+def large_cases(function: NanoFunction, program: Program, rng: Random, count: int) -> list[Case]:
+    """Draw up to `count` cases of a function of a correct program with large arguments; fewer where it fails on them,
+    or where the result is too long for a task."""
+    right = program.load()[function.name]
+    found: dict[str, Case] = {}
+    for _ in range(2 * count):
+        arguments = draw_large_arguments(function.argument_kinds, rng)
+        want = _outcome(right, arguments)
+        if len(found) < count and not want.startswith("raises ") and len(want) <= MAX_LARGE_RESULT:
+            case = Case(function.name, arguments, want, want)
+            found[case.call] = case
+    return list(found.values())
 
 
 def _outcome(function: Any, arguments: Sequence[Any]) -> str:

@@ -40,7 +40,7 @@ def review(rng: Random, split: Split, difficulty: int) -> NanoTaskDraft | None:
         "imperative",
         request,
         repo,
-        {"one_of": [each.name for each in program.functions], "is": faulty.name},
+        {"one_of": [each.name for each in program.functions], "is": faulty.name, "faulty": True},
         DemonstrationPlan(
             tuple(reversed(list(files))),
             "",
@@ -76,7 +76,7 @@ def faulty_line(rng: Random, split: Split, difficulty: int) -> NanoTaskDraft | N
         "symptom",
         request,
         {**files, check.path: check.text},
-        {"number": line, "given": sorted(given)},
+        {"number": line, "given": sorted(given), "faulty": True},
         DemonstrationPlan(
             (file,),
             "",

@@ -23,6 +23,7 @@ from etude_nano.program import (
     draw_fault,
     draw_pair,
     draw_program,
+    large_cases,
     plain_cases,
 )
 from etude_nano.sides import Split
@@ -46,6 +47,7 @@ def {function}({noun}):
     """The {noun} {operator} {key}."""
     return {noun} {operator} read_values()["{key}"]
 '''
+LARGE_CALLS = 2  # of each function, with large numbers and long texts, lists and tables
 HIDDEN_CALLS = 6  # of each function, beside those that the task is about
 Calls = tuple[tuple[str, str, tuple[Any, ...], str], ...]
 
@@ -320,6 +322,8 @@ def hidden_calls(program: Program) -> Calls:
     found: list[Case] = []
     for function in program.functions:
         found += plain_cases(function, program, rng, HIDDEN_CALLS) or ()
+    for function in program.functions:
+        found += large_cases(function, program, rng, LARGE_CALLS)
     return verifier_calls(found, program)
 
 

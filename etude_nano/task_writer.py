@@ -14,10 +14,12 @@ from typing import Any
 
 from etude.tasks.checks import VerifierCheck, cases_check, check_files
 from etude.tasks.checks.equivalents import rewrite_equivalently
-from etude.tasks.checks.inside.patterns import lines_with, modern_forms
+from etude.tasks.checks.inside.file_judges import count_lookups
+from etude.tasks.checks.inside.patterns import lines_with, lookups, modern_forms
 from etude.tasks.task import Category
 
 WORKSPACE = "/work"
+REPEATED_CALLS = 600  # of each function: a result may not depend on how often it was asked for
 CALLS_TIMEOUT_S = 5.0  # for all calls of a check together
 DOCKERFILE = f"""\
 FROM python:3-slim
@@ -135,6 +137,9 @@ def calls_check(
         {"id": str(number), "call": f"{module}:{name}", "args": repr(arguments), "returns": want}
         for number, (module, name, arguments, want) in enumerate(distinct.values())
     ]
+    for module, name, arguments, want in {call[:2]: call for call in reversed(distinct.values())}.values():
+        code = f"import {module}\nfor _ in range({REPEATED_CALLS}):\n    result = {module}.{name}(*{arguments!r})"
+        cases.append({"id": str(len(cases)), "code": code, "returns": want})
     for module, name in absent:
         code = f"import {module}\nresult = hasattr({module}, {name!r})"
         cases.append({"id": str(len(cases)), "code": code, "returns": "False"})
@@ -147,11 +152,20 @@ def data_check(path: str, value: Any) -> VerifierCheck:
 
 
 def patterns_check(family: str, solved: Mapping[str, str]) -> VerifierCheck:
-    """Return a check that files have no more legacy forms, in any spelling, and no fewer modern ones than solved."""
+    """Return a check that files have no more legacy forms, in any spelling, and no fewer modern ones than solved, and
+    do not look up more names at run time."""
     trees = {path: ast.parse(text) for path, text in solved.items()}
     allowed = {path: len(lines_with(family, tree)) for path, tree in trees.items()}
     least = {path: modern_forms(family, tree) for path, tree in trees.items()}
-    return VerifierCheck("patterns", {}, {"family": family, "files": allowed, "others": 0, "least": least})
+    dynamic = {path: lookups(tree) for path, tree in trees.items()}
+    expected = {"family": family, "files": allowed, "others": 0, "least": least, "lookups": dynamic}
+    return VerifierCheck("patterns", {}, expected)
+
+
+def names_check(gone: Sequence[str], solved: Mapping[str, str]) -> VerifierCheck:
+    """Return a check that names are gone and that nothing serves them at run time."""
+    known = count_lookups({path: text.encode() for path, text in solved.items()})
+    return VerifierCheck("names", {}, {"gone": list(gone), "defined": [], "undefined": [], "lookups": known})
 
 
 def code_check(files: Mapping[str, str]) -> VerifierCheck:
@@ -163,10 +177,10 @@ def mutants_check(script: str, file: str, right: str, wrong: str) -> VerifierChe
     """Return a check that a script passes on correct versions of a file and fails on a wrong one.
 
     Except for the submitted code itself, the versions are rewritten, and the file is only there compiled: neither its
-    text nor its shape tells which it is."""
+    text nor its shape tells which it is. They take plain values only, not objects that watch what is done with them."""
     rng = Random(json.dumps([script, file, right, wrong]))
     drawn = [right] * 3 + [wrong] * 2
-    versions = [({file: rewrite_equivalently(text, (right, wrong), rng)}, text == right) for text in drawn]
+    versions = [({file: rewrite_equivalently(text, (right, wrong), rng, plain=True)}, text == right) for text in drawn]
     versions.append(({}, True))
     rng.shuffle(versions)  # the order must not tell which are correct
     run = {

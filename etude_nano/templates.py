@@ -227,6 +227,30 @@ def draw_arguments(kinds: tuple[str, ...], rng: Random, optional: float = 0.5) -
     return tuple(drawn)
 
 
+def draw_large_arguments(kinds: tuple[str, ...], rng: Random) -> tuple[Any, ...]:
+    """Draw arguments of these kinds with large numbers and long texts, lists and tables; small counts stay small."""
+    drawn = draw_arguments(kinds, rng)
+    return tuple(
+        _enlarge(value, kind.rstrip("?").partition(".")[0], rng) for kind, value in zip(kinds, drawn, strict=False)
+    )
+
+
+def _enlarge(value: Any, kind: str, rng: Random) -> Any:
+    if isinstance(value, bool) or kind in ("few", "count", "letter", "key", "keys"):
+        return value
+    if isinstance(value, int):
+        return value + rng.randint(1100, 9900)
+    if isinstance(value, str):
+        return (value + " ") * (100 // (len(value) + 1)) + value if " " in value else value * (120 // len(value) + 1)
+    if isinstance(value, list):
+        return [
+            _enlarge(each, "", rng) if rng.random() < 0.2 else each for each in value * (100 // len(value or "-") + 1)
+        ]
+    if isinstance(value, dict):
+        return {**value, **{f"{key}{number}": each for key, each in value.items() for number in range(40)}}
+    return value
+
+
 def _draw_argument(kind: str, before: list[Any], rng: Random) -> Any:
     name, _, about = kind.partition(".")
     if name == "near":

@@ -258,6 +258,40 @@ def test_a_check_that_compares_the_text_of_the_code_gets_no_reward(task_director
     assert task.reward() == "0"
 
 
+def test_a_check_that_watches_its_argument_and_compares_no_result_gets_no_reward(task_directory: Path) -> None:
+    task = LocalTask(nano_task(0, "train", 3, "testing"), task_directory)
+    assert "def fetch_all_rooms(rooms, " in "".join(workspace_files(task.files).values())
+    for argument in ("[Watched('noon')]", "map(Watched, ['noon'])"):
+        watch = (
+            "class Watched(str):\n    def __getitem__(self, index):\n        seen.append(index)\n"
+            "        return str.__getitem__(self, index)\nseen = []\n"
+            f"fetch_all_rooms({argument}, 9)\nassert 0 in seen\n"
+        )
+        (task.work / "check.py").write_text(workspace_files(task.files)["check.py"] + watch)
+        assert task.reward() == "0", argument
+    task.solve()
+    assert task.reward() == "1"
+
+
+def test_a_repair_for_small_arguments_or_few_calls_gets_no_reward(task_directory: Path) -> None:
+    task = LocalTask(nano_task(0, "train", 2, "debugging"), task_directory)
+    ((path, text),) = below(task.files, "solution/repo/").items()
+    assert "(token - 5)" in text
+    for condition, reward in (("len(tokens) < 100", "0"), ("next(turn) < 500", "0"), ("tokens is not None", "1")):
+        changed = text.replace("(token - 5)", f"(token - (5 if {condition} else 4))")
+        (task.work / path).write_text(f"import itertools\nturn = itertools.count()\n{changed}")
+        assert task.reward() == reward, condition
+
+
+def test_a_rename_that_serves_the_old_name_at_some_time_gets_no_reward(task_directory: Path) -> None:
+    task = LocalTask(nano_task(0, "train", 3, "rename"), task_directory)
+    task.solve()
+    path = next(iter(below(task.files, "solution/repo/")))
+    late = "\n\ndef __getattr__(name):\n    import time\n    if time.time() < 2e9:\n        raise AttributeError\n"
+    (task.work / path).write_text((task.work / path).read_text() + late)
+    assert task.reward() == "0"
+
+
 def test_code_that_never_ends_or_takes_all_memory_gets_no_reward(task_directory: Path) -> None:
     for number, bomb in enumerate(("x = [0] * 10**10", "import os\nwhile True:\n    os.fork()")):
         task = LocalTask(nano_task(9, "train", 1, "debugging"), task_directory / str(number))

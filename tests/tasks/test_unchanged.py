@@ -90,6 +90,34 @@ def test_a_migration_that_hides_the_old_form_is_not_paid() -> None:
     assert FILE_KINDS["patterns"](expected, {**before, path: b"x = 1\n"})[0] == 0
 
 
+def test_a_migration_may_not_look_up_the_old_form_at_run_time() -> None:
+    files = nano_task(2, "unseen", 1, "migrate")
+    (expected,) = [each for each in json.loads(files["tests/expected.json"]) if "family" in each]
+    (path,) = [path.removeprefix("solution/repo/") for path in files if path.startswith("solution/repo/")]
+    top = "environment/repo/"
+    before = {path.removeprefix(top): text.encode() for path, text in files.items() if path.startswith(top)}
+    text = 'def list_roles(roles):\n    """A line for each of the roles."""\n    return [f"{%s}" for role in roles]\n'
+    for value, score in (
+        ("'- ' f'{role}'", 1.0),
+        ("vars(str)['form' 'at']('- {}', role)", 0.0),
+        ("str.__dict__['for' + 'mat']('- {}', role)", 0.0),
+        ("getattr('- {}', 'for' + 'mat')(role)", 0.0),
+        ("eval(chr(39) + '- ' + chr(39))", 0.0),
+    ):
+        submitted = {**before, path: (text % value).encode()}
+        assert FILE_KINDS["patterns"](expected, submitted)[0] == score, value
+
+
+def test_a_rename_may_not_serve_the_old_name_at_run_time() -> None:
+    code = b"class LedgerFailure(Exception): pass\n"
+    served = code + b"def __getattr__(name):\n    return LedgerFailure\n"
+    expected = {"gone": ["LedgerError"], "defined": [["a.py", "LedgerFailure"]], "undefined": [], "lookups": 0}
+    for text in (served, b"import sys\nsys.modules[__name__] = 1\n" + code, code + b"globals()['Ledger' 'Er'] = 1\n"):
+        assert FILE_KINDS["names"](expected, {"a.py": text})[0] == 0.0, text
+    assert FILE_KINDS["names"](expected, {"a.py": code, "tests/test_a.py": served})[0] == 1.0
+    assert FILE_KINDS["names"]({**expected, "lookups": 1}, {"a.py": served})[0] == 1.0
+
+
 def test_settings_are_compared_as_a_whole() -> None:
     expected = {"files": {"config.json": {"reward": 22, "other": 1}}}
     assert judge_data(expected, {"config.json": b'{"other": 1, "reward": 22}'})[0] == 1.0

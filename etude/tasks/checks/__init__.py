@@ -14,6 +14,7 @@ from typing import Any
 
 from etude.pods.payload import source_files
 from etude.tasks.checks.inside.program import FORMAT
+from etude.tasks.checks.inside.statements import denials, number_texts
 
 __all__ = [
     "PROGRAM",
@@ -86,17 +87,22 @@ def cases_check(
     return VerifierCheck("cases", run, {"results": results})
 
 
-def lines_check(path: str, before: str, after: str) -> VerifierCheck:
-    """Return a check that a file keeps the lines which the solution keeps, and has the words of those it changes."""
+def lines_check(path: str, before: str, after: str, *, prose: bool = False) -> VerifierCheck:
+    """Return a check that a file keeps the lines which the solution keeps, and has the words of those it changes.
+
+    `prose`: a reader believes the text, so that it may gain neither denials nor numbers."""
     old, new = ([line.strip() for line in text.splitlines() if line.strip()] for text in (before, after))
     blocks = difflib.SequenceMatcher(None, old, new, autojunk=False).get_matching_blocks()
     places = {number for block in blocks for number in range(block.b, block.b + block.size)}
     changed = [line for number, line in enumerate(new) if number not in places]
-    rule = {
+    rule: dict[str, Any] = {
         "kept": [new[number] for number in sorted(places)],
         "more": len(changed) + MORE_LINES,
         "words": re.findall(r"\w+", " ".join(new)),
     }
+    if prose:
+        rule["denials"] = max(denials(before), denials(after))
+        rule["numbers"] = sorted({*number_texts(before), *number_texts(after)})
     return VerifierCheck("lines", {}, {"files": {path: rule}})
 
 

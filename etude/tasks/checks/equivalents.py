@@ -15,11 +15,14 @@ MIRRORED = {ast.Lt: ast.Gt, ast.LtE: ast.GtE, ast.Gt: ast.Lt, ast.GtE: ast.LtE, 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-def rewrite_equivalently(source: str, versions: Sequence[str], rng: Random, name: str = "") -> str:
+def rewrite_equivalently(
+    source: str, versions: Sequence[str], rng: Random, name: str = "", *, plain: bool = False
+) -> str:
     """Return a module whose functions, or only those called `name`, are rewritten without a change of behaviour.
 
     `versions` are the sources of all versions of the module. Each rewritten function has the code of all of them, in
-    branches that never run, so that no version lacks a name, constant or operator that another one has."""
+    branches that never run, so that no version lacks a name, constant or operator that another one has. With `plain`
+    it takes values of built-in types only: an object that records how it is used shows the code, not its result."""
     tree = ast.parse(source)
     trees = [ast.parse(each) for each in versions]
     constants = sorted(
@@ -32,7 +35,32 @@ def rewrite_equivalently(source: str, versions: Sequence[str], rng: Random, name
             node.body = [_Rewrite(rng, taken).visit(statement) for statement in node.body]
             at = 1 if ast.get_docstring(node, clean=False) is not None else 0
             node.body[at:at] = [_unused_code(rng, taken, constants), *_unused_bodies(rng, others)]
+            if plain:
+                node.body[at:at] = _plain_arguments(node, rng, taken)
     return ast.unparse(ast.fix_missing_locations(tree)) + "\n"
+
+
+# Without the names of built-in functions, which a test can replace in the module.
+PLAIN_ARGUMENTS = """
+def CHECK(VALUE, KIND=(0).__class__.__class__):
+    if KIND(VALUE) in ([].__class__, ().__class__, {0}.__class__, {}.__class__):
+        for PART in [*VALUE, *VALUE.values()] if KIND(VALUE) is {}.__class__ else VALUE:
+            CHECK(PART)
+    elif KIND(VALUE) not in (0 .__class__, 0.0.__class__, "".__class__, b"".__class__, True.__class__, None.__class__):
+        {}[VALUE.__class__]
+CHECK([])
+"""
+
+
+def _plain_arguments(node: ast.FunctionDef | ast.AsyncFunctionDef, rng: Random, taken: set[str]) -> list[ast.stmt]:
+    """Return statements that raise KeyError if an argument is, or contains, an object that is no plain value."""
+    text = PLAIN_ARGUMENTS
+    for word in ("CHECK", "VALUE", "KIND", "PART"):
+        text = text.replace(word, _draw_name(rng, taken))
+    *statements, call = ast.parse(text).body
+    given = [each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+    call.value.args[0].elts = [ast.Name(name, ast.Load()) for name in given]  # type: ignore[attr-defined]
+    return [*statements, call]
 
 
 def _functions(tree: ast.AST) -> list[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:

@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from etude.tasks.checks import VerifierCheck
-from etude.tasks.checks.inside.patterns import lines_with, modern_forms
+from etude.tasks.checks.inside.patterns import lines_with, lookups, modern_forms
 from etude.tasks.generators import prompts
 from etude.tasks.generators.candidate import (
     CandidateRejected,
@@ -314,13 +314,14 @@ def make_draft(
     tests: list[str],
     rng: random.Random,
 ) -> TaskDraft:
-    allowed, least = {}, {}
+    allowed, least, dynamic = {}, {}, {}
     for file, data in workspace.items():
         if data is None or not is_parsable(data):
             raise CandidateRejected("no-python", f"{file} does not parse in the legacy form")
         allowed[file] = len(lines_with(family, ast.parse(repository.files[file])))
         if len(lines_with(family, ast.parse(data))) <= allowed[file]:
             raise CandidateRejected("not-old", f"{file} has nothing to migrate")
+        dynamic[file] = lookups(ast.parse(repository.files[file]))
         # One place in five may be written without the new form, for example `str(x)` for an f-string.
         least[file] = modern_forms(family, ast.parse(repository.files[file])) - len(edits[file]) // 5
     count = sum(map(len, edits.values()))
@@ -336,7 +337,7 @@ def make_draft(
         solution=revert_changes(repository, workspace),
         checks=(
             pytest_check(repository, tests, suite),
-            VerifierCheck("patterns", {}, {"family": family, "files": allowed, "least": least}),
+            VerifierCheck("patterns", {}, {"family": family, "files": allowed, "least": least, "lookups": dynamic}),
         ),
         suite=suite,
         protected=protected_globs(repository),

@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterator, Mapping
 
 from etude.tasks.checks import VerifierCheck
+from etude.tasks.checks.inside.file_judges import count_lookups
 from etude.tasks.generators import prompts
 from etude.tasks.generators.candidate import (
     CandidateRejected,
@@ -116,7 +117,8 @@ def rename(repository: Repository, target: Target, rng: random.Random) -> TaskCa
         f"I don't like the name {prompts.quoted(old)}. Make it {prompts.quoted(new)} and update whatever uses it.",
     )
     defined = [[target.file, ".".join([*target.owner, new])]]
-    names = {"gone": [old], "excused": {}, "defined": defined, "undefined": []}
+    known = count_lookups({path: data for path, data in {**repository.files, **solution}.items() if data is not None})
+    names = {"gone": [old], "excused": {}, "defined": defined, "undefined": [], "lookups": known}
     tests = _related_tests(repository, target, name_uses, rng)
     level = min(5, 1 + (len(name_uses) > 8) + (len({use.file for use in name_uses}) > 3) + (len(name_uses) > 25))
     return candidate_for(repository, f"rename:{target.file}:{old}", "rename", solution, tests, request, names, level)

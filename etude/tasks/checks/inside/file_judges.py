@@ -18,7 +18,15 @@ import unicodedata
 
 from etude.globs import Globs
 from etude.tasks.checks.inside.cases import canonical_repr
-from etude.tasks.checks.inside.patterns import lines_with, modern_forms
+from etude.tasks.checks.inside.patterns import TEST_PATH, lines_with, lookups, modern_forms
+from etude.tasks.checks.inside.statements import (
+    claims,
+    denials,
+    introduces_denial,
+    number_texts,
+    states_name,
+    states_number,
+)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -53,8 +61,15 @@ def all_or_nothing(problems: list[str]) -> Score:
 
 
 def judge_names(expected: JsonObject, files: Files) -> Score:
-    """Check that removed names are absent and that names are defined, or not, where expected."""
+    """Check that removed names are absent and that names are defined, or not, where expected. Outside of tests there
+    are at most `lookups` of names at run time: one more could serve a removed name."""
     problems = []
+    if "lookups" in expected:
+        found = count_lookups(files)
+        if found > expected["lookups"]:
+            problems.append(
+                f"names are looked up at run time in {found} places, expected at most {expected['lookups']}"
+            )
     for path in files:
         if not path.endswith((".py", ".pyi")):
             continue
@@ -68,6 +83,12 @@ def judge_names(expected: JsonObject, files: Files) -> Score:
         if name in _defined(_parse(files.get(path, b""))):
             problems.append(f"{path} still defines {name}")
     return all_or_nothing(problems)
+
+
+def count_lookups(files: Files) -> int:
+    """Return how often the code outside of tests looks up names at run time."""
+    sources = [data for path, data in files.items() if path.endswith(".py") and not TEST_PATH.search(path)]
+    return sum(lookups(tree) for tree in map(_parse, sources) if tree is not None)
 
 
 def _names(data: bytes) -> set[str]:
@@ -181,8 +202,9 @@ def judge_scope(expected: JsonObject, files: Files) -> Score:
 
 
 def judge_patterns(expected: JsonObject, files: Files) -> Score:
-    """Check that no more legacy patterns remain than `files` allows, or `others` in Python files that it lacks, and
-    that each file of `least` has at least so many modern forms."""
+    """Check that no more legacy patterns remain than `files` allows, or `others` in Python files that it lacks, that
+    each file of `least` has at least so many modern forms, and each of `lookups` at most so many lookups of names at
+    run time."""
     problems = []
     others = [path for path in files if path.endswith(".py")] if "others" in expected else []
     for path in sorted({*expected["files"], *others}):
@@ -200,6 +222,12 @@ def judge_patterns(expected: JsonObject, files: Files) -> Score:
         found = modern_forms(expected["family"], tree) if tree is not None else 0
         if found < least:
             problems.append(f"{path}: has {found} modern forms, expected at least {least}")
+    known = expected.get("lookups", {})
+    for path in {*known, *others} if "lookups" in expected else ():
+        tree = _parse(files.get(path, b""))
+        found = lookups(tree) if tree is not None else 0
+        if found > known.get(path, 0):
+            problems.append(f"{path}: looks up {found} names at run time, expected at most {known.get(path, 0)}")
     return all_or_nothing(problems)
 
 
@@ -218,7 +246,8 @@ def judge_data(expected: JsonObject, files: Files) -> Score:
 
 def judge_lines(expected: JsonObject, files: Files) -> Score:
     """Check that files keep their other lines, in order, gain at most `more`, and have the expected words in them.
-    Blank lines do not count."""
+    Blank lines do not count. A text with `denials` has no more words of denial, and no other numbers than `numbers`:
+    it does not take back what it says."""
     problems = []
     for path, rule in expected["files"].items():
         lines = [line.strip() for line in _text_of(path, files.get(path, b"")).splitlines() if line.strip()]
@@ -231,6 +260,11 @@ def judge_lines(expected: JsonObject, files: Files) -> Score:
         have = collections.Counter(re.findall(r"\w+", " ".join(lines)))
         lost = collections.Counter(rule["words"]) - have
         problems += [f"{path} lacks the word {word}" for word in sorted(lost)[:5]]
+        if "denials" in rule:
+            others = set(number_texts("\n".join(lines))) - set(rule["numbers"])
+            problems += [f"{path} has the number {number[:20]}" for number in sorted(others)[:5]]
+            if denials("\n".join(lines)) > rule["denials"]:
+                problems.append(f"{path} denies what it says")
     return all_or_nothing(problems)
 
 
@@ -287,21 +321,24 @@ def _matches(place: tuple[str, int], planted: JsonObject) -> bool:
 
 
 def judge_answer(expected: JsonObject, files: Files) -> Score:
-    """Check the final message. It names exactly one of several things, or one number that was not given; or it matches
-    `says` and not `not`; or it, or its last line, is an accepted answer."""
+    """Check the final message. It states exactly one of several names, or one number that was not given; or it claims
+    what `says` matches and does not match `not`; or it, or its last line, is an accepted answer. A message that denies
+    the right answer, bounds it or leaves it open is wrong. `faulty`: the question is what is wrong."""
     text = files.get(FINAL, b"").decode("utf-8", "replace")[:MAX_ANSWER_CHARS].strip()
     if not text:
         return all_or_nothing(["there is no answer"])
     if "one_of" in expected:
         right = [name for name in expected["one_of"] if _mentions(text, name)] == [expected["is"]]
+        right = right and states_name(text, expected["is"], faulty=expected.get("faulty", False))
     elif "number" in expected:
-        right = {int(each) for each in re.findall(r"-?\d{1,20}", text)} - set(expected["given"]) == {expected["number"]}
+        right = states_number(text, expected["number"], expected["given"], faulty=expected.get("faulty", False))
     elif "says" in expected:
-        right = bool(re.search(expected["says"], text, re.IGNORECASE))
-        right = right and not re.search(expected["not"], text, re.IGNORECASE)
+        right = claims(text, expected["says"]) and not re.search(expected["not"], text, re.IGNORECASE)
     else:
-        given = {_normalize(text), _normalize(text.splitlines()[-1])}
-        right = bool(given & {_normalize(each) for each in expected["accepted"]})
+        accepted = {_normalize(each) for each in expected["accepted"]}
+        *lines, last = [line for line in text.splitlines() if line.strip()]
+        right = _normalize(text) in accepted
+        right = right or (_normalize(last) in accepted and not (lines and introduces_denial(lines[-1])))
     return all_or_nothing([] if right else [f"answered {text[-200:]!r}"])
 
 

@@ -2,12 +2,14 @@
 
 A legacy pattern is recognised in any spelling of the same operation: the operator, its method, a function of
 `operator`, an alias. `modern_forms` counts what a migration puts in its place, so that code which merely hides the old
-form from the patterns is not migrated.
+form from the patterns is not migrated. `lookups` counts where a name is looked up at run time: neither a migration nor
+a rename needs more of that, and it reaches an old form or name in spellings without end.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -16,6 +18,23 @@ if TYPE_CHECKING:
 TYPING = ("List", "Dict", "Set", "FrozenSet", "Tuple", "Type", "Optional", "Union")
 BUILTIN_GENERICS = ("list", "dict", "set", "frozenset", "tuple", "type")
 OLD_ERRORS = ("IOError", "EnvironmentError")
+# By these a name is looked up that the code does not have to spell.
+LOOKUP_FUNCTIONS = (
+    "getattr",
+    "setattr",
+    "globals",
+    "locals",
+    "exec",
+    "__import__",
+    "__builtins__",
+    "import_module",
+    "attrgetter",
+    "methodcaller",
+)
+LOOKUP_NAMES = (*LOOKUP_FUNCTIONS, "vars", "eval", "compile", "builtins")
+LOOKUP_METHODS = ("__getattr__", "__getattribute__")
+LOOKUP_ATTRIBUTES = (*LOOKUP_FUNCTIONS, *LOOKUP_METHODS, "__dict__", "__subclasses__")
+TEST_PATH = re.compile(r"(^|/)(tests?/|test_[^/]*$|conftest\.py$|[^/]*_test\.py$)")
 FORMAT_METHODS = ("format", "format_map", "vformat", "substitute", "safe_substitute")
 
 
@@ -282,3 +301,21 @@ def lines_with(family: str, tree: ast.AST) -> list[int]:
 def modern_forms(family: str, tree: ast.AST) -> int:
     """Return how often a file has what replaces the legacy pattern."""
     return sum(map(PATTERNS[family][1], ast.walk(tree)))
+
+
+def lookups(tree: ast.AST) -> int:
+    """Return how often a file looks up names at run time, or defines how its own are looked up."""
+    found = 0
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            found += node.id in LOOKUP_NAMES
+        elif isinstance(node, ast.Attribute):
+            of_sys = node.attr == "modules" and _is_name(node.value, "sys")
+            found += node.attr in LOOKUP_ATTRIBUTES or of_sys
+        elif isinstance(node, ast.FunctionDef):
+            found += node.name in LOOKUP_METHODS
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            of_builtins = isinstance(node, ast.ImportFrom) and node.module in ("builtins", "operator")
+            wanted = (*LOOKUP_FUNCTIONS, "builtins", *(LOOKUP_NAMES if of_builtins else ()))
+            found += sum(alias.name in wanted for alias in node.names)
+    return found
