@@ -15,13 +15,15 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from etude.syntax import parse_tree
+
 
 def lazy_exports(package: str) -> Callable[[str], Any]:
     """Return the `__getattr__` of a package whose public names are those that it imports as `NAME as NAME`."""
 
     @cache
     def modules() -> dict[str, str]:
-        tree = ast.parse(Path(str(sys.modules[package].__file__)).read_bytes())
+        tree = parse_tree(Path(str(sys.modules[package].__file__)).read_bytes())
         imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
         return {alias.name: str(node.module) for node in imports for alias in node.names if alias.asname == alias.name}
 

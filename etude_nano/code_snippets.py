@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from random import Random
 
+from etude.syntax import parse_tree
 from etude_nano import word_lists as words
 
 SNIPPET_LINES = range(3, 31)
@@ -46,7 +47,7 @@ def extract_snippets(sources: Iterable[str]) -> list[CodeSnippet]:
     found: dict[str, CodeSnippet] = {}
     for source in sources:
         try:
-            tree = ast.parse(source)
+            tree = parse_tree(source)
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             continue
         lines = source.split("\n")

@@ -4,7 +4,6 @@
 solved files, and a plan with the files to read and the texts to write.
 """
 
-import ast
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from etude.syntax import parse_tree
 from etude.tasks.checks import VerifierCheck, cases_check, check_files
 from etude.tasks.checks.equivalents import rewrite_equivalently
 from etude.tasks.checks.inside.file_judges import count_lookups
@@ -154,7 +154,7 @@ def data_check(path: str, value: Any) -> VerifierCheck:
 def patterns_check(family: str, solved: Mapping[str, str]) -> VerifierCheck:
     """Return a check that files have no more legacy forms, in any spelling, and no fewer modern ones than solved, and
     do not look up more names at run time."""
-    trees = {path: ast.parse(text) for path, text in solved.items()}
+    trees = {path: parse_tree(text) for path, text in solved.items()}
     allowed = {path: len(lines_with(family, tree)) for path, tree in trees.items()}
     least = {path: modern_forms(family, tree) for path, tree in trees.items()}
     dynamic = {path: lookups(tree) for path, tree in trees.items()}

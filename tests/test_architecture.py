@@ -20,6 +20,7 @@ ORDER = (
         "errors",
         "files",
         "globs",
+        "syntax",
         "lazy",
         "system",
         "config",

@@ -13,6 +13,8 @@ import re
 from collections.abc import Iterator
 from functools import lru_cache
 
+from etude.syntax import parse_tree
+
 _KEPT_NAMES = frozenset(dir(builtins))
 _KEPT_CONSTANTS = (0, 1, "")
 _HEADER = re.compile(r"^([ \t]*)(?:async )?def \w+\(", re.MULTILINE)
@@ -53,7 +55,7 @@ def definition_digests(text: str) -> dict[str, str]:
 def definition_digest(source: str) -> str:
     """Return the digest of the first definition of a source text; "" if it does not parse."""
     try:
-        (node, *_) = ast.parse(source).body
+        (node, *_) = parse_tree(source).body
         return hashlib.sha256(canonical_form(node).encode()).hexdigest()[:24]
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return ""

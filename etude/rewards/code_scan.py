@@ -11,6 +11,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from etude.syntax import parse_tree
+
 MAX_BYTES = 1 << 20  # of a file that is scanned
 VERIFIER_FILES = re.compile(r"^/(tests|solution)(/|$)|/logs/verifier|\breward\.(txt|json)$")
 PROC = re.compile(r"^/proc/(self|\d+|$|\{|%).*\b(mem|maps|fd|environ|root)\b|^/proc/$")
@@ -97,7 +99,7 @@ def pickled_calls(data: bytes) -> str:
 def parse_source(data: bytes) -> ast.Module | None:
     """Return the syntax tree of a source; None if it is no Python of this version, or too large."""
     try:
-        return ast.parse(data) if len(data) <= MAX_BYTES else None
+        return parse_tree(data) if len(data) <= MAX_BYTES else None
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
 

@@ -52,6 +52,7 @@ RolloutPhase = Literal["environment", "session", "checkpoint", "grading"]
 
 SESSION_S = 3600.0  # time limit of a session if neither the budget nor the task has one
 SETUP_S = 900.0  # to open the environment, including image build and admission; again for the verifier's
+ENDING_PROCESSES_S = (0.05, 0.2, 1.0)  # delays before a pod is asked again for the checkpoint of a failing session
 CHECKPOINT_KEY = "checkpoint"  # in the facts of a saved trace that can be resumed
 
 
@@ -322,7 +323,11 @@ class CheckpointWriter:
             return  # a resumed session would request the summary again
         state = self.tools.state()
         await self.tools.stop_server()
-        await self._write(trace, state, finished=False)
+        written = await self._write(trace, state, finished=False)
+        for delay_s in ENDING_PROCESSES_S if force else ():  # the last chance to keep this session
+            if not written:
+                await asyncio.sleep(delay_s)
+                written = await self._write(trace, state, finished=False)
         self.runner.on_phase("session")
 
     async def at_end(self, trace: Trace) -> None:
@@ -330,18 +335,21 @@ class CheckpointWriter:
         if self.is_due:
             await self._write(trace, {}, finished=True)
 
-    async def _write(self, trace: Trace, tools: Mapping[str, Any], *, finished: bool) -> None:
+    async def _write(self, trace: Trace, tools: Mapping[str, Any], *, finished: bool) -> bool:
+        """Write a checkpoint; return whether the pod allowed one, which a running process does not."""
         assert self.runner.on_checkpoint is not None
         self.runner.on_phase("checkpoint")
-        self.written_at, self.written_turns = time.monotonic(), trace.cost.turns
+        self.written_at = time.monotonic()
         try:
             saved = await self.environment.checkpoint()
         except Unsupported:  # by this backend, or because a process is running
-            return
+            return False
         if saved.snapshot.kind != "fs" and (not finished or verified_in_place(self.runner.task)):
             await self.environment.fleet.remove_snapshot(saved.snapshot.id)  # processes would be missing
-            return
+            return False
         await self.runner.on_checkpoint(RolloutCheckpoint(trace, saved, tools, self.runner.seed, finished))
+        self.written_turns = trace.cost.turns
+        return True
 
 
 # ------------------------------------------------------------------------------------------- checkpoint files

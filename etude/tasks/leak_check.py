@@ -15,6 +15,7 @@ from typing import Any
 from etude.pods.fleet import Fleet
 from etude.pods.payload import pack
 from etude.pods.workspace import FileChange
+from etude.syntax import parse_tree
 from etude.tasks.base_images import HostSettings
 from etude.tasks.environment import open_environment
 from etude.tasks.task import Task
@@ -52,7 +53,7 @@ def solution_names(changes: Sequence[FileChange]) -> list[str]:
 
 def _names(data: bytes) -> set[str]:
     try:
-        tree = ast.parse(data)
+        tree = parse_tree(data)
     except (SyntaxError, ValueError):
         return set()
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)

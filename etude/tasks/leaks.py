@@ -19,6 +19,7 @@ from etude.data.canonical import definition_digests
 from etude.data.corpus import TOKENIZER
 from etude.data.shards import MANIFEST, Shards
 from etude.errors import InputError
+from etude.syntax import parse_tree
 from etude.tasks.harbor import find_tasks
 
 MIN_NODES = 10  # of a syntax tree: smaller definitions (a stub, a getter) occur everywhere and are no answers
@@ -109,7 +110,7 @@ def _definitions(files: Mapping[str, str], root: str) -> dict[str, dict[str, str
 
 
 def _is_small(code: str) -> bool:
-    return sum(1 for _ in ast.walk(ast.parse(code))) < MIN_NODES
+    return sum(1 for _ in ast.walk(parse_tree(code))) < MIN_NODES
 
 
 # ------------------------------------------------------------------------------------------------- training data

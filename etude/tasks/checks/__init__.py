@@ -28,7 +28,7 @@ __all__ = [
 ]
 MORE_LINES = 2  # that a change to some lines may add
 
-PROGRAM = ("etude.tasks.checks.inside.program:main", "etude.tasks.checks.inside", "etude.globs")
+PROGRAM = ("etude.tasks.checks.inside.program:main", "etude.tasks.checks.inside", "etude.globs", "etude.syntax")
 
 
 @dataclass(frozen=True)

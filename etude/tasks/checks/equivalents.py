@@ -9,6 +9,8 @@ import copy
 from collections.abc import Sequence
 from random import Random
 
+from etude.syntax import parse_tree
+
 OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod, ast.BitAnd, ast.BitOr, ast.LShift)
 COMPARISONS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Eq, ast.NotEq, ast.In, ast.NotIn)
 MIRRORED = {ast.Lt: ast.Gt, ast.LtE: ast.GtE, ast.Gt: ast.Lt, ast.GtE: ast.LtE, ast.Eq: ast.Eq, ast.NotEq: ast.NotEq}
@@ -23,8 +25,8 @@ def rewrite_equivalently(
     `versions` are the sources of all versions of the module. Each rewritten function has the code of all of them, in
     branches that never run, so that no version lacks a name, constant or operator that another one has. With `plain`
     it takes values of built-in types only: an object that records how it is used shows the code, not its result."""
-    tree = ast.parse(source)
-    trees = [ast.parse(each) for each in versions]
+    tree = parse_tree(source)
+    trees = [parse_tree(each) for each in versions]
     constants = sorted(
         {node.value for each in trees for node in ast.walk(each) if _is_integer(node)}  # type: ignore[attr-defined]
     )
@@ -57,9 +59,9 @@ def _plain_arguments(node: ast.FunctionDef | ast.AsyncFunctionDef, rng: Random, 
     text = PLAIN_ARGUMENTS
     for word in ("CHECK", "VALUE", "KIND", "PART"):
         text = text.replace(word, _draw_name(rng, taken))
-    *statements, call = ast.parse(text).body
+    *statements, call = parse_tree(text).body
     given = [each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
-    call.value.args[0].elts = [ast.Name(name, ast.Load()) for name in given]  # type: ignore[attr-defined]
+    call.value.args[0].elts = [ast.Name(name, ast.Load()) for name in given]
     return [*statements, call]
 
 

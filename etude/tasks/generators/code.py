@@ -6,11 +6,12 @@ Trees come from `ast`; edits are made to the text by byte offsets, so that comme
 import ast
 import io
 import re
-import threading
 import tokenize
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+
+from etude.syntax import parse_tree
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 Definition = FunctionNode | ast.ClassDef
@@ -83,16 +84,6 @@ class PythonFunction:
     @property
     def body_lines(self) -> range:
         return range(self.body[0].lineno, (self.node.end_lineno or 0) + 1) if self.body else range(0)
-
-
-def parse_tree(source: str | bytes, path: str = "<unknown>") -> ast.Module:
-    """Call `ast.parse` under a lock: before Python 3.13 its recursion counter is shared by all threads, and concurrent
-    calls raise SystemError."""
-    with _PARSE_LOCK:
-        return ast.parse(source, path)
-
-
-_PARSE_LOCK = threading.Lock()
 
 
 class Module:

@@ -34,7 +34,7 @@ RUN_TIMEOUT_S = 180.0
 # hypothesis derandomizes its examples when it detects CI
 TEST_ENV = {"CI": "true"}
 # what the programs in inside/ consist of
-POD_MODULES = ("etude.tasks.generators.inside", "etude.tasks.checks.inside", "etude.globs")
+POD_MODULES = ("etude.tasks.generators.inside", "etude.tasks.checks.inside", "etude.globs", "etude.syntax")
 Changes = Mapping[str, bytes | None]  # path -> new contents; None: removed
 
 

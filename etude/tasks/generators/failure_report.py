@@ -11,13 +11,13 @@ import textwrap
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
+from etude.syntax import parse_tree
 from etude.tasks.generators.code import (
     FunctionNode,
     Module,
     definitions,
     import_text,
     mentions,
-    parse_tree,
     remove_definitions,
     span_lines,
 )

@@ -8,6 +8,7 @@ import ast
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from etude.syntax import parse_tree
 from etude.tasks.checks import VerifierCheck
 from etude.tasks.checks.inside.patterns import lines_with, lookups, modern_forms
 from etude.tasks.generators import prompts
@@ -318,12 +319,12 @@ def make_draft(
     for file, data in workspace.items():
         if data is None or not is_parsable(data):
             raise CandidateRejected("no-python", f"{file} does not parse in the legacy form")
-        allowed[file] = len(lines_with(family, ast.parse(repository.files[file])))
-        if len(lines_with(family, ast.parse(data))) <= allowed[file]:
+        allowed[file] = len(lines_with(family, parse_tree(repository.files[file])))
+        if len(lines_with(family, parse_tree(data))) <= allowed[file]:
             raise CandidateRejected("not-old", f"{file} has nothing to migrate")
-        dynamic[file] = lookups(ast.parse(repository.files[file]))
+        dynamic[file] = lookups(parse_tree(repository.files[file]))
         # One place in five may be written without the new form, for example `str(x)` for an f-string.
-        least[file] = modern_forms(family, ast.parse(repository.files[file])) - len(edits[file]) // 5
+        least[file] = modern_forms(family, parse_tree(repository.files[file])) - len(edits[file]) // 5
     count = sum(map(len, edits.values()))
     files = " and ".join(filter(None, [", ".join(sorted(edits)[:-1]), sorted(edits)[-1]]))
     suite = suite_files(repository)

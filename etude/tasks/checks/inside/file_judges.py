@@ -17,6 +17,7 @@ import tokenize
 import unicodedata
 
 from etude.globs import Globs
+from etude.syntax import parse_tree
 from etude.tasks.checks.inside.cases import canonical_repr
 from etude.tasks.checks.inside.patterns import TEST_PATH, lines_with, lookups, modern_forms
 from etude.tasks.checks.inside.statements import (
@@ -48,7 +49,7 @@ LINE_TOLERANCE = 3  # lines by which a finding may miss a defect
 def _parse(data: bytes) -> ast.Module | None:
     """Return the syntax tree of a source; None if it is not Python, or too large."""
     try:
-        return ast.parse(data) if len(data) <= MAX_SOURCE_BYTES else None
+        return parse_tree(data) if len(data) <= MAX_SOURCE_BYTES else None
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
 
@@ -129,7 +130,7 @@ def judge_code(expected: JsonObject, files: Files) -> Score:
     problems = []
     for path, original in expected["files"].items():
         tree = _parse(files[path]) if path in files else None
-        before = ast.parse(original.encode("utf-8", "surrogateescape"))
+        before = parse_tree(original.encode("utf-8", "surrogateescape"))
         if tree is None or _dump_without_docstrings(tree) != _dump_without_docstrings(before):
             problems.append(f"{path}: its code was changed")
     return all_or_nothing(problems)

@@ -11,6 +11,8 @@ from __future__ import annotations
 import ast
 import re
 
+from etude.syntax import parse_tree
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -87,7 +89,7 @@ def _quoted_annotations(tree: ast.AST) -> Iterator[ast.AST]:
         for part in ast.walk(given) if given is not None else ():
             if isinstance(part, ast.Constant) and isinstance(part.value, str):
                 try:
-                    parsed = ast.parse(part.value.strip(), mode="eval")
+                    parsed = parse_tree(part.value.strip(), mode="eval")
                 except (SyntaxError, ValueError):
                     continue
                 for inner in ast.walk(parsed):

@@ -16,6 +16,8 @@ import collections
 import random
 import re
 
+from etude.syntax import parse_tree
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -77,7 +79,7 @@ def plant(run: list[str], expected: dict[str, str], suite: Callable[[str], bytes
         if len(source) > MAX_BYTES or UNFIT.search(source):
             continue
         try:
-            tree = ast.parse(source)
+            tree = parse_tree(source)
         except (SyntaxError, ValueError, RecursionError):
             continue
         # A class that another one may extend would give its probes to it.
@@ -257,7 +259,7 @@ def false_copy(source: bytes, seen: frozenset[bytes] = frozenset()) -> bytes | N
     if len(source) > MAX_BYTES or SHOWS_LINES.search(source):
         return None
     try:
-        tree = ast.parse(source)
+        tree = parse_tree(source)
     except (SyntaxError, ValueError, RecursionError):
         return None
     lines = source.splitlines(keepends=True)
