@@ -57,7 +57,9 @@ def train_until(layout: RunLayout, done: Callable[[], bool]) -> None:
 @pytest.fixture
 def orchestrator(tmp_path: Path) -> Iterator[Orchestrator]:
     table = {"validation_samples": 2, "every": 3}
-    recipe = make_recipe(tmp_path, tasks=24, held_out=2, evaluation=table, steps=8, checkpoint_every=2)
+    # keep_best would also save evaluated steps, so that what is lost would depend on when the trainer is killed.
+    options = {"steps": 8, "checkpoint_every": 2, "keep_best": False}
+    recipe = make_recipe(tmp_path, tasks=24, held_out=2, evaluation=table, **options)
     layout = prepare_run(recipe, tmp_path / "run")
     settings = open_rl_run(layout.run)[1]
     run = Run.create_or_resume(layout.run, load_recipe(recipe), resume=True)
