@@ -87,18 +87,20 @@ def test_rejection_trains_on_all_solved_rollouts_of_a_step_and_on_nothing_else(r
 def imitation_recipe(directory: Path) -> Path:
     """Write a recipe with demonstrations, a short SFT and RL on a tiny model."""
     rl = make_recipe(directory, tasks=4, held_out=2, steps=6, evaluation={"every": 2})
-    table = tomllib.loads(rl.read_text())["rl"]
+    made = tomllib.loads(rl.read_text())
+    table = made["rl"]
     del table["model"]
     make_model(directory / "start")
     train = {"name": "train", "source": "nano", "count": 4, "difficulties": [1], "demonstrations": 12}
     recipe = {
         "name": "imitation",
-        "stages": ["base", "tasks", "corpus", "sft", "rl"],
+        "stages": ["base", "tasks", "corpus", "sft", "rl", "evaluation"],
         "base": {"source": "./start"},
         "tasks": {"build": [train]},
         "corpus": {"build": [{"name": "shown", "sources": ["demonstrations:train"], "chat": True}]},
         "sft": {"mix": [{"corpus": "shown"}], "length": 2048, "tokens": 8192, "rows": 2, "spike": 0.0},
         "rl": {**table, "tasks": "train", "learning_rate": 1e-3, "checkpoint_every": 4},
+        "evaluation": made["evaluation"],
     }
     (directory / "recipe.toml").write_text(tomli_w.dumps(recipe))
     return directory / "recipe.toml"

@@ -137,7 +137,8 @@ def test_two_hundred_recorded_sessions_get_the_same_rewards_as_an_ordinary_user(
 
 @pytest.mark.slow
 def test_the_demo_runs_to_its_end_as_an_ordinary_user() -> None:
-    sizes = {"group_size": 4, "in_flight": 8, "budget.turns": 10, "budget.max_turn_tokens": 200}
+    sizes = {"group_size": "4", "in_flight": "8", "budget.turns": "10", "budget.max_turn_tokens": "200"}
+    sizes["informative_groups"] = "false"  # groups that are alike would use up the few prompts
     with ordinary_user() as (prefix, environment, directory):
         recipe, run = small_demo(directory), directory / "run"
         command = [*prefix, "-m", "etude.cli", "run", str(recipe), "--out", str(run)]
