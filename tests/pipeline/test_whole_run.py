@@ -66,6 +66,7 @@ def small_demo(directory: Path) -> Path:
     recipe["sft"] |= {"rows": 1, "tokens": STEPS["sft"] * recipe["sft"]["length"], "checkpoint_every": 2}
     recipe["rl"] |= {"steps": STEPS["rl"], "groups_per_step": 2, "group_size": 2, "in_flight": 4}
     recipe["rl"] |= {"checkpoint_every": STEPS["rl"]}  # so that a kill after the first step loses it
+    recipe["rl"] |= {"informative_groups": False}  # groups that are alike would use up the few prompts
     recipe["rl"]["budget"] |= {"turns": 3, "max_turn_tokens": 64}
     recipe["evaluation"] |= {"max_tasks": 2, "samples": 2, "validation_samples": 1}
     path = directory / "demo.toml"

@@ -127,7 +127,10 @@ def run_suite(variant: Variant, names: list[str]) -> dict[str, dict[str, str]]:
 @cache
 def command_of(user: str) -> tuple[list[str], dict[str, str], str]:
     """Return interpreter, environment, and the reason why checks cannot run as `user`, or ""."""
-    environment = {"PATH": os.environ.get("PATH", os.defpath), "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    # Our interpreter may be in a home directory closed to other users; a system interpreter can use our packages.
+    packages = [str(ROOT), *(path for path in sys.path if path.endswith(("site-packages", "dist-packages")))]
+    environment = {"PATH": os.environ.get("PATH", os.defpath), "PYTHONPATH": ":".join(packages)}
+    environment["PYTHONDONTWRITEBYTECODE"] = "1"
     if os.geteuid() != 0:
         reason = "" if user == "nobody" else "needs root"
         return [sys.executable], environment, reason
@@ -136,9 +139,7 @@ def command_of(user: str) -> tuple[list[str], dict[str, str], str]:
     if shutil.which("setpriv") is None:
         return [], {}, "needs setpriv (util-linux) to run as another user"
     become = ["setpriv", f"--reuid={OVERFLOW_ID}", f"--regid={OVERFLOW_ID}", "--clear-groups", "--inh-caps=-all"]
-    # Our interpreter may be in a home directory closed to other users; a system interpreter can use our packages.
-    packages = [str(ROOT), *(path for path in sys.path if path.endswith(("site-packages", "dist-packages")))]
-    environment = {**environment, "PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join(packages)}
+    environment = {**environment, "PATH": "/usr/bin:/bin"}
     reason = "no interpreter found"
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     for program in (sys.executable, f"/usr/bin/python{version}", f"/usr/local/bin/python{version}"):

@@ -15,6 +15,7 @@ import pytest
 from etude.runs.run import Run
 from etude.tasks.harbor import find_tasks, read_task
 from etude.tasks.task import Task
+from etude_nano.sides import Split
 from etude_nano.source import generate_nano
 from tests.pipeline.test_whole_run import STAGES, small_demo
 from tests.pods.test_conformance import OVERFLOW_ID, ROOT, command_of
@@ -53,11 +54,11 @@ def recording() -> Iterator[Path]:
 
 
 def nano_tasks(recording: Path, **counts: int) -> list[Task]:
-    """Write tasks of the demo's two evaluation sets."""
-    splits = {"new": ("train", 600_000), "unseen": ("held-out", 0)}
-    for name, count in counts.items():
-        split, seed = splits[name]
-        generate_nano(recording / name, count, split, seed, (1, 2, 3))  # type: ignore[arg-type]
+    """Write tasks of the demo's two test sets."""
+    seeds: dict[Split, int] = {"new": 600_000, "unseen": 0}
+    for name, seed in seeds.items():
+        if name in counts:
+            generate_nano(recording / name, counts[name], name, seed, (1, 2, 3))
     (recording / "tasks").mkdir()
     for task in [task for name in counts for task in find_tasks(recording / name)]:
         task.rename(recording / "tasks" / task.name)
@@ -138,7 +139,6 @@ def test_two_hundred_recorded_sessions_get_the_same_rewards_as_an_ordinary_user(
 @pytest.mark.slow
 def test_the_demo_runs_to_its_end_as_an_ordinary_user() -> None:
     sizes = {"group_size": "4", "in_flight": "8", "budget.turns": "10", "budget.max_turn_tokens": "200"}
-    sizes["informative_groups"] = "false"  # groups that are alike would use up the few prompts
     with ordinary_user() as (prefix, environment, directory):
         recipe, run = small_demo(directory), directory / "run"
         command = [*prefix, "-m", "etude.cli", "run", str(recipe), "--out", str(run)]
