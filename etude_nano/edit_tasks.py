@@ -67,7 +67,7 @@ def parameter(rng: Random, split: Split, difficulty: int) -> NanoTaskDraft | Non
         request=request if difficulty > 1 else f"{file}: {request}",
         repo={**broken, check.path: check.text},
         solution={file: files[file]},
-        checks=(calls_check((*verifier_calls(cases, program), *hidden_calls(program))),),
+        checks=(calls_check((*verifier_calls(cases, program), *hidden_calls(program, before))),),
         plan=DemonstrationPlan((file,), check.command, f"{say} {check.path} passes.", "", difficulty == 1),
         sites=(f"parameter/{extended.template}",),
         protected=(check.path,),
@@ -173,7 +173,8 @@ def migrate(rng: Random, split: Split, difficulty: int) -> NanoTaskDraft | None:
     functions = old + [draw_leaf(split, rng, taken) for _ in range(others)]
     rng.shuffle(functions)
     program = Program(distribute_functions(functions, {1: 1, 2: 1, 3: 2, 4: 3, 5: 2}[difficulty], rng))
-    repo, right = program.files({each.name: each.before for each in old}), program.files()
+    before = {each.name: each.before for each in old}
+    repo, right = program.files(before), program.files()
     cases = [case for each in old for case in plain_cases(each, program, rng, 4) or ()]
     if len(cases) < 2 * len(old):
         return None
@@ -195,7 +196,7 @@ def migrate(rng: Random, split: Split, difficulty: int) -> NanoTaskDraft | None:
         repo={**repo, check.path: check.text},
         solution=changed,
         checks=(
-            calls_check((*verifier_calls(cases, program), *hidden_calls(program))),
+            calls_check((*verifier_calls(cases, program), *hidden_calls(program, before))),
             patterns_check(LEGACY_PATTERNS[kind], {**right, check.path: check.text}),
         ),
         plan=DemonstrationPlan(

@@ -4,6 +4,7 @@ Code from our own templates runs here, in this process, to compute its results, 
 the hidden cases of a task are made. Code written by a model never runs here.
 """
 
+import inspect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -143,6 +144,12 @@ def large_cases(function: NanoFunction, program: Program, rng: Random, count: in
             case = Case(function.name, arguments, want, want)
             found[case.call] = case
     return list(found.values())
+
+
+def kept_parameters(name: str, program: Program, before: Mapping[str, str]) -> list[str]:
+    """Return the parameters of a function if it has the same ones with the texts of `before`; else none."""
+    right, old = (list(inspect.signature(each[name]).parameters) for each in (program.load(), program.load(before)))
+    return right if right == old else []
 
 
 def _outcome(function: Any, arguments: Sequence[Any]) -> str:

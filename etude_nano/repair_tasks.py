@@ -23,6 +23,7 @@ from etude_nano.program import (
     draw_fault,
     draw_pair,
     draw_program,
+    kept_parameters,
     large_cases,
     plain_cases,
 )
@@ -49,7 +50,8 @@ def {function}({noun}):
 '''
 LARGE_CALLS = 2  # of each function, with large numbers and long texts, lists and tables
 HIDDEN_CALLS = 6  # of each function, beside those that the task is about
-Calls = tuple[tuple[str, str, tuple[Any, ...], str], ...]
+# Module, function, positional or keyword arguments, and the repr of the result.
+Calls = tuple[tuple[str, str, tuple[Any, ...] | dict[str, Any], str], ...]
 
 
 def debugging(rng: Random, split: Split, difficulty: int) -> NanoTaskDraft | None:
@@ -316,15 +318,24 @@ def verifier_calls(cases: Sequence[Case], program: Program) -> Calls:
     )
 
 
-def hidden_calls(program: Program) -> Calls:
-    """Return further calls of every function, also of those that the task is not about, on arguments of their own."""
+def hidden_calls(program: Program, before: Mapping[str, str] | None = None) -> Calls:
+    """Return further calls of every function, also of those that the task is not about, on arguments of their own.
+
+    `before` has the texts of functions that the workspace has otherwise. Parameters that the solution leaves as they
+    are must keep their names: one call of each such function is by keywords."""
     rng = Random("\n".join(program.files().values()))
     found: list[Case] = []
     for function in program.functions:
         found += plain_cases(function, program, rng, HIDDEN_CALLS) or ()
     for function in program.functions:
         found += large_cases(function, program, rng, LARGE_CALLS)
-    return verifier_calls(found, program)
+    calls = verifier_calls(found, program)
+    keywords = [
+        (module, name, dict(zip(parameters, arguments, strict=True)), want)
+        for module, name, arguments, want in {call[1]: call for call in reversed(calls)}.values()
+        if len(parameters := kept_parameters(name, program, before or {})) == len(arguments)
+    ]
+    return (*calls, *keywords)
 
 
 def _fix_request(difficulty: int, case: Case, file: str, name: str, check: CheckScript, rng: Random) -> tuple[str, str]:
@@ -418,7 +429,7 @@ def _repair_draft(
         request=asked[0],
         repo={**broken, check.path: check.text},
         solution={path: right[path] for path in changed},
-        checks=(calls_check((*verifier_calls(cases, program), *hidden_calls(program))),),
+        checks=(calls_check((*verifier_calls(cases, program), *hidden_calls(program, wrong))),),
         plan=DemonstrationPlan(tuple(read), check.command, say, think, difficulty == 1),
         sites=tuple(sites),
         protected=(check.path,),

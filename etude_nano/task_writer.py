@@ -128,16 +128,22 @@ def plan_as_json(plan: DemonstrationPlan) -> dict[str, Any]:
 
 
 def calls_check(
-    calls: Sequence[tuple[str, str, tuple[Any, ...], str]], absent: Sequence[tuple[str, str]] = ()
+    calls: Sequence[tuple[str, str, tuple[Any, ...] | dict[str, Any], str]], absent: Sequence[tuple[str, str]] = ()
 ) -> VerifierCheck:
-    """Return a check of calls: module, function, arguments, and the repr of the expected result. `absent` are modules
-    with names that they must not have."""
+    """Return a check of calls: module, function, positional or keyword arguments, and the repr of the expected result.
+    `absent` are modules with names that they must not have."""
     distinct = {f"{call[:3]}": call for call in calls}
     cases: list[dict[str, Any]] = [
-        {"id": str(number), "call": f"{module}:{name}", "args": repr(arguments), "returns": want}
+        {
+            "id": str(number),
+            "call": f"{module}:{name}",
+            "kwargs" if isinstance(arguments, dict) else "args": repr(arguments),
+            "returns": want,
+        }
         for number, (module, name, arguments, want) in enumerate(distinct.values())
     ]
-    for module, name, arguments, want in {call[:2]: call for call in reversed(distinct.values())}.values():
+    plain = [each for each in distinct.values() if isinstance(each[2], tuple)]
+    for module, name, arguments, want in {call[:2]: call for call in reversed(plain)}.values():
         code = f"import {module}\nfor _ in range({REPEATED_CALLS}):\n    result = {module}.{name}(*{arguments!r})"
         cases.append({"id": str(len(cases)), "code": code, "returns": want})
     for module, name in absent:
