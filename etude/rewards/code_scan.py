@@ -38,6 +38,7 @@ OF_MODULE = {
     "unittest": {"skip": "skips tests", "skipIf": "skips tests", "skipUnless": "skips tests"},
     "marshal": {"load": "hidden code", "loads": "hidden code"},
     "runpy": {"run_path": "hidden code"},
+    "tracemalloc": dict.fromkeys(("get_object_traceback", "take_snapshot"), "memory of the interpreter"),
     "dis": dict.fromkeys(("get_instructions", "Bytecode", "code_info"), "memory of the interpreter"),
 }
 FRAME_SOURCES = frozenset(
