@@ -24,7 +24,7 @@ from etude.harness.model_options import (
     session_changes,
 )
 from etude.system.cores import usable_cores
-from etude.system.terminal import Console
+from etude.system.terminal import Console, say
 from etude.tasks.cli import Allow, BuildAllow, Maps, State, Variables, host_settings_from_options
 
 if TYPE_CHECKING:
@@ -251,6 +251,25 @@ def show(
     if html is not None:
         write_atomically(html, render_page(summary, bench.root.name))
     _show(summary, as_json)
+
+
+@app.command(
+    epilog="Examples:\n\n  etude bench compare runs/monday runs/friday\n\n  etude bench compare runs/a#base runs/b#rl"
+)
+def compare(
+    before: Annotated[str, typer.Argument(metavar="A[#POLICY]", show_default=False)],
+    after: Annotated[str, typer.Argument(metavar="B[#POLICY]", show_default=False)],
+    as_json: AsJson = False,
+) -> None:
+    """Compare two results on the same tasks: how much better B is than A, with an interval, and what else differs."""
+    from etude.bench.compare import compare_results, comparison_lines, read_pairs
+
+    found = [compare_results(*pair) for pair in read_pairs(before, after)]
+    if as_json:
+        print(json.dumps(found))
+        return
+    for each in found:
+        say("\n".join(comparison_lines(each)))
 
 
 def _run(
