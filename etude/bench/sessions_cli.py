@@ -145,13 +145,11 @@ def sessions(
 
     (name,) = (each.name for each in parse_policies([policy]))
     (chosen,) = parse_policies([policy], [f"{name}={key_env}"] if key_env else ())
-    price = _price(price_in, price_out, price_cached)
-    if max_cost is not None and price is None:
-        raise InputError("--max-cost: give the prices too, with --price-in and --price-out")
+    price = _price(price_in, price_out, price_cached, needed=max_cost is not None)
     if chosen.directory is not None and (price is not None or requests_per_minute or tokens_per_minute):
         raise InputError(f"{chosen.name} is a checkpoint: prices and rates apply to endpoints only")
-    rates = parse_rates([chosen], requests_per_minute or (), tokens_per_minute or ())
-    limits = CollectionLimits(max_sessions, max_cost, price, rates[chosen.name])
+    rates = parse_rates([chosen], requests_per_minute or (), tokens_per_minute or ())[chosen.name]
+    limits = CollectionLimits(max_sessions, max_cost, price, rates)
     bench = BenchDirectory(Path(os.path.abspath(out)))
     check_directory(bench, resume=True)
     writer = RowWriter.of(chosen, tokenizer, dialect)
@@ -181,10 +179,12 @@ def sessions(
         raise EtudeError(f"policy {chosen.name}: {error}\nwhat was collected is in {bench.root}; run the command again")
 
 
-def _price(read: float | None, sampled: float | None, cached: float | None) -> TokenPrice | None:
+def _price(read: float | None, sampled: float | None, cached: float | None, needed: bool) -> TokenPrice | None:
     """Return the price of an endpoint's tokens; None if none is given."""
     from etude.bench.policies import TokenPrice
 
+    if needed and read is None and sampled is None:
+        raise InputError("--max-cost: give the prices too, with --price-in and --price-out")
     if (read is None) != (sampled is None) or (cached is not None and read is None):
         raise InputError("--price-in and --price-out: give both, in dollars per million tokens")
     if read is None or sampled is None:
