@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 import etude.system.progress
-from etude.system.progress import progress_bars, progress_line
+from etude.system.progress import progress_bars, progress_line, time_left
 
 NOTE = "24 in flight, 0 ready  reward 0.500  solved 50%  best 50%  [stale 1]  mismatch 1e-05  entropy 0.33  waits 93%"
 
@@ -39,4 +39,5 @@ def test_without_a_terminal_lines_are_logged_at_intervals(
         report(0, 0)
         report(3, 12, NOTE)
     lines = [line.rstrip() for line in capsys.readouterr().err.splitlines()]
-    assert lines[:2] == ["rl 0/?", f"rl 3/12 {NOTE}"]
+    assert lines[:2] == ["rl 0/?", f"rl 3/12, about 0 s left {NOTE}"]
+    assert time_left(3, 12, 60.0) == ", about 3 min left"

@@ -36,6 +36,7 @@ from etude.tasks.validate import validate
 WORK_DIR = ".generate"  # in the output directory: journals, wheels, and tasks under validation
 CANDIDATES_PER_TASK = 8  # a generator run gives up after this many candidates per requested task
 RERUNS = 3
+SHOWN_REASONS = 3  # in the progress line
 ProgressCallback = Callable[[int, int, str], None]
 
 
@@ -67,6 +68,7 @@ class GeneratorRun:
     exhausted: bool = False
     families: Counter[str] = field(default_factory=Counter)
     sites: set[str] = field(default_factory=set)
+    reasons: Counter[str] = field(default_factory=Counter)  # of rejected candidates
 
     @property
     def name(self) -> str:
@@ -144,12 +146,24 @@ async def _generate_all(
             run.target_count += share
 
         def report_progress() -> None:
-            progress(sum(run.made for run in runs), options.count, "")
+            progress(sum(run.made for run in runs), options.count, progress_note(runs))
 
         async with asyncio.TaskGroup() as group:
             for run in active:
                 group.create_task(_run_generator(fleet, run, options, host_settings, pod_slots, report_progress))
         missing = options.count - sum(run.made for run in runs)
+
+
+def progress_note(runs: Sequence[GeneratorRun]) -> str:
+    """Return how many candidates were tried, and the most frequent reasons why they were rejected."""
+    reasons = Counter[str]()
+    for run in runs:
+        reasons += run.reasons
+    words = [f"{sum(run.tried for run in runs)} tried"]
+    words += [f"{reason} {count}" for reason, count in reasons.most_common(SHOWN_REASONS)]
+    if len(done := [run for run in runs if run.exhausted]) > 0:
+        words.append(f"{len(done)} of {len(runs)} generators have no more candidates")
+    return ", ".join(words)
 
 
 def split_by_weight(count: int, weights: Sequence[float]) -> list[int]:
@@ -192,6 +206,8 @@ async def _run_generator(
         if entry.task:
             run.made += 1
             run.families[candidate.family] += 1
+        else:
+            run.reasons[entry.reason] += 1
         report_progress()
 
 
