@@ -272,6 +272,42 @@ def compare(
         say("\n".join(comparison_lines(each)))
 
 
+@app.command(
+    epilog="Examples:\n\n  etude bench stats tasks/v1 tasks/v2 --results runs/compare\n\n"
+    "  etude bench stats tasks/ --cutoff 2026-01-31"
+)
+def stats(
+    directories: Annotated[
+        list[Path], typer.Argument(metavar="DIR...", help="Directories of tasks.", show_default=False)
+    ],
+    results: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--results", metavar="OUT[#POLICY]", help="Results with the solve rates; repeatable.", show_default=False
+        ),
+    ] = None,
+    cutoff: Annotated[
+        str, typer.Option(metavar="DATE", help="A model's cutoff: which tasks are newer.", show_default=False)
+    ] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Describe sets of tasks side by side: size of the changes, requests, categories, difficulty and age."""
+    from etude.bench.stats import describe_benchmarks, read_date
+    from etude.bench.stats_table import stats_table
+    from etude.system.progress import progress_line
+
+    day = read_date(cutoff, "--cutoff") if cutoff else None
+    with progress_line("read") as progress:
+        found = describe_benchmarks(directories, results or (), day, progress)
+    if as_json:
+        print(json.dumps(found))
+        return
+    console = Console(width=None if Console().is_terminal else 140)
+    console.print(stats_table(found))
+    if found["common"] is not None:
+        say(f"{found['common']} tasks are the same in all of them")
+
+
 def _run(
     bench: BenchDirectory,
     spec: BenchSpec,

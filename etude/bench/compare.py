@@ -56,6 +56,11 @@ def read_pairs(before: str, after: str) -> list[tuple[ComparedResult, ComparedRe
     return [(old[name], new[name]) for name in shared]
 
 
+def read_results_of(text: str) -> list[ComparedResult]:
+    """Return the results of all policies of `DIRECTORY`, or of the one of `DIRECTORY#POLICY`."""
+    return list(_read(text).values())
+
+
 def _read(text: str) -> dict[str, ComparedResult]:
     """Read the results of all policies of a directory by name, or of the one that is named after a #."""
     directory, text_policy = _split(text)

@@ -199,6 +199,11 @@ def test_two_results_are_compared_on_the_tasks_that_are_the_same(
     assert found["minimum_detectable"] > 0.5
     assert found["differs"] == {"sampling: temperature": [1.0, 0.5], "samples per task": [2, 1]}
     assert found["tasks_not_shared"]["only_from"] == ["nano-new-000002"]
+    described = answer("stats", tasks, "--results", one, "--results", f"{other}#stub@high")["benchmarks"][0]
+    rates = {each["task"]: each["solve_rate"] for each in described["per_task"]}
+    assert rates == {"nano-new-000000": 1.0, "nano-new-000001": 0.5, "nano-new-000002": 1.0}  # of both results
+    assert [each["tasks"] for each in described["difficulty"]["bins"]] == [0, 0, 1, 0, 0, 2]
+    assert "solved 25% to 50%" in bench("stats", tasks, "--results", one, "--results", other).stdout
     text = bench("compare", f"{one}#stub@low", f"{other}#stub@high").stdout
     assert "wins 1, losses 0, ties 1" in text
     assert "minimum detectable effect with these tasks and samples: " in text
