@@ -6,7 +6,7 @@ scores may come from it.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,13 @@ from typing import Any
 from etude.bench.directory import BenchDirectory, read_all_results
 from etude.bench.results import PolicyResults, difference
 from etude.errors import InputError, suggest
-from etude.evaluation.paired import SeedSamples, detectable_difference, measured_variance
+from etude.evaluation.paired import assumed_variance, detectable_difference, measured_variance
 
 # Keys of a policy in bench.json that should be the same if only the model is compared.
 SHOWN = {"tools": "tool schemas", "prompt": "prompt", "window": "context window", "dialect": "dialect"}
 MODEL_KEYS = ("where", "model", "digest")
-NOT_COMPARED = ("effort", "thinking_budget", "fields")  # of the sampling: the variants that one wants to compare
+# Keys of the sampling that are compared elsewhere, or are the variants that one wants to compare.
+NOT_COMPARED = ("max_turn_tokens", "effort", "thinking_budget", "fields")
 
 
 @dataclass(frozen=True)
@@ -120,12 +121,15 @@ def compare_results(before: ComparedResult, after: ComparedResult) -> dict[str, 
         why = "none of their common tasks is finished by both" if common else "they have no task in common"
         raise InputError(f"{before.name} and {after.name}: {why}; a comparison needs the same tasks")
     found = difference(replace(before.results, name=before.name), replace(after.results, name=after.name))
-    arms: tuple[SeedSamples, SeedSamples] = {0: old}, {0: new}
-    variance = measured_variance([arms], "these results")
+    variance = measured_variance([({0: old}, {0: new})], "the variance of these results")
+    if variance is None or not variance.of_task(1):  # one task, or no difference anywhere: no measure of the noise
+        variance = assumed_variance()
+    samples = min(len(arm[task]) for arm in (old, new) for task in shared)
     return found | {
         "ties": found["tasks"] - found["better"] - found["worse"],
         "samples": [min(len(arm[task]) for task in shared) for arm in (old, new)],
-        "minimum_detectable": None if variance is None else _detectable(variance, old, new, shared),
+        "minimum_detectable": detectable_difference(variance, len(shared), samples, 1),
+        "variance": variance.origin,
         "differs": differing_conditions(before, after),
         "models": [{key: each.policy.get(key, "") for key in MODEL_KEYS} for each in (before, after)],
         "tasks_not_shared": task_differences(before, after),
@@ -138,11 +142,6 @@ def compare_results(before: ComparedResult, after: ComparedResult) -> dict[str, 
             for task in sorted(shared, key=lambda task: before.task_names[task])
         ],
     }
-
-
-def _detectable(variance: Any, old: Mapping[str, Sequence[float]], new: Any, shared: Sequence[str]) -> float:
-    samples = min(len(arm[task]) for arm in (old, new) for task in shared)
-    return detectable_difference(variance, len(shared), samples, 1)
 
 
 def differing_conditions(before: ComparedResult, after: ComparedResult) -> dict[str, list[Any]]:
@@ -181,11 +180,11 @@ def comparison_lines(found: Mapping[str, Any]) -> list[str]:
 
     lines = [describe_difference(found)]
     lines.append(f"wins {found['better']}, losses {found['worse']}, ties {found['ties']}")
-    if found["minimum_detectable"] is not None:
-        size = points(found["minimum_detectable"]).lstrip("+")
-        lines.append(
-            f"minimum detectable effect with these tasks and samples: {size} points (80 % power, 5 % two-sided)"
-        )
+    size = points(found["minimum_detectable"]).lstrip("+")
+    lines.append(
+        f"minimum detectable effect with these tasks and samples: {size} points (80 % power, 5 % two-sided; "
+        f"{found['variance']})"
+    )
     for name, (old, new) in found["differs"].items():
         lines.append(f"differs: {name}: {_short(old)} -> {_short(new)}")
     apart = found["tasks_not_shared"]

@@ -64,7 +64,7 @@ def progress_line(name: str, progress: Progress | None = None) -> Iterator[Progr
         return
     task = progress.add_task(name, total=None, note="")
 
-    started = last_logged = time.monotonic()
+    last_logged = time.monotonic()
 
     def update(done: int, total: int, note: str = "") -> None:
         nonlocal last_logged
@@ -72,17 +72,17 @@ def progress_line(name: str, progress: Progress | None = None) -> Iterator[Progr
         # Without a terminal rich draws the bar only once, at the end.
         if not progress.console.is_terminal and (now := time.monotonic()) - last_logged >= LOG_INTERVAL_S:
             last_logged = now
-            line = f"{name} {done}/{total or '?'}{time_left(done, total, now - started)} {note}".rstrip()
-            progress.console.print(line, markup=False, soft_wrap=True)
+            progress.console.print(f"{name} {done}/{total or '?'} {note}".rstrip(), markup=False, soft_wrap=True)
 
     yield update
     total = progress.tasks[task].total or 1  # a task that never reported counts as one step
     progress.update(task, completed=total, total=total)
 
 
-def time_left(done: int, total: int, seconds: float) -> str:
-    """Return the estimated rest of a task, as ", about 3 min left"; "" while nothing is known."""
-    if not 0 < done < total:
+def time_left(done: int, left: int, seconds: float) -> str:
+    """Return the time for what is left, at the rate at which so many were done, as "about 3 min left"; "" if none is
+    known."""
+    if not done or not left:
         return ""
-    left = seconds * (total - done) / done
-    return f", about {left:.0f} s left" if left < 100 else f", about {left / 60:.0f} min left"
+    rest = seconds * left / done
+    return f"about {rest:.0f} s left" if rest < 100 else f"about {rest / 60:.0f} min left"

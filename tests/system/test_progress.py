@@ -39,5 +39,10 @@ def test_without_a_terminal_lines_are_logged_at_intervals(
         report(0, 0)
         report(3, 12, NOTE)
     lines = [line.rstrip() for line in capsys.readouterr().err.splitlines()]
-    assert lines[:2] == ["rl 0/?", f"rl 3/12, about 0 s left {NOTE}"]
-    assert time_left(3, 12, 60.0) == ", about 3 min left"
+    assert lines[:2] == ["rl 0/?", f"rl 3/12 {NOTE}"]
+
+
+def test_the_time_left_is_that_of_the_rate_so_far() -> None:
+    assert time_left(3, 9, 60.0) == "about 3 min left"
+    assert time_left(3, 1, 60.0) == "about 20 s left"
+    assert time_left(0, 9, 60.0) == time_left(3, 0, 60.0) == ""

@@ -21,6 +21,7 @@ from pathlib import Path
 from etude.errors import EtudeError, InputError
 from etude.pods.fleet import Fleet
 from etude.pods.pod import PodError
+from etude.system.progress import time_left
 from etude.tasks.base_images import HostSettings
 from etude.tasks.generators.candidate import CandidateRejected, Generator, TaskCandidate
 from etude.tasks.generators.executor import ExecutionFailed, ExecutionResult, RepositoryExecutor, open_executor
@@ -65,6 +66,7 @@ class GeneratorRun:
     target_count: int = 0
     tried: int = 0
     made: int = 0
+    fresh: int = 0  # of those made, not in the journal of an earlier run
     exhausted: bool = False
     families: Counter[str] = field(default_factory=Counter)
     sites: set[str] = field(default_factory=set)
@@ -137,7 +139,7 @@ async def _generate_all(
     progress: ProgressCallback,
 ) -> None:
     """Give every run its share of the tasks; redistribute the rest of exhausted runs to the others."""
-    missing = options.count
+    missing, started = options.count, time.monotonic()
     while missing > 0:
         active = [run for run in runs if not run.exhausted]
         if not active:
@@ -146,7 +148,9 @@ async def _generate_all(
             run.target_count += share
 
         def report_progress() -> None:
-            progress(sum(run.made for run in runs), options.count, progress_note(runs))
+            made, fresh = sum(run.made for run in runs), sum(run.fresh for run in runs)
+            left = time_left(fresh, options.count - made, time.monotonic() - started)
+            progress(made, options.count, ", ".join(filter(None, [left, progress_note(runs)])))
 
         async with asyncio.TaskGroup() as group:
             for run in active:
@@ -202,6 +206,7 @@ async def _run_generator(
             if entry is None or (entry.task and not (options.out / entry.task).is_dir()):
                 entry = await _evaluate_candidate(fleet, run, candidate, options, host_settings)
                 run.journal.add(entry)
+                run.fresh += bool(entry.task)
         run.tried += 1
         if entry.task:
             run.made += 1
