@@ -24,11 +24,12 @@ from etude.harness.model_options import (
     session_changes,
 )
 from etude.system.cores import usable_cores
-from etude.system.terminal import Console
+from etude.system.terminal import Console, say
 from etude.tasks.cli import Allow, BuildAllow, Maps, State, Variables, host_settings_from_options
 
 if TYPE_CHECKING:
     from etude.bench.directory import BenchDirectory, BenchSpec
+    from etude.bench.spending import BenchLimits
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -71,6 +72,54 @@ Prices = Annotated[
         show_default=False,
     ),
 ]
+RequestsPerMinute = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--requests-per-minute",
+        metavar="[NAME=]N",
+        help="Most requests a minute to each endpoint, retries included; repeatable.",
+        show_default=False,
+    ),
+]
+TokensPerMinute = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--tokens-per-minute",
+        metavar="[NAME=]N",
+        help="Most prompt and sampled tokens of the requests sent to each endpoint within a minute; repeatable.",
+        show_default=False,
+    ),
+]
+MaxCost = Annotated[
+    float | None,
+    typer.Option(min=0.0, help="Dollars that all endpoints together may cost; needs prices.", show_default=False),
+]
+Efforts = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--effort",
+        metavar="[NAME=]LEVEL,...",
+        help="Levels of reasoning_effort: a variant NAME@LEVEL of each endpoint; repeatable.",
+        show_default=False,
+    ),
+]
+ThinkingBudgets = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--thinking-budget",
+        metavar="[NAME=]N,...",
+        help="Most tokens of thinking in a turn: a variant NAME@N of each endpoint; repeatable.",
+        show_default=False,
+    ),
+]
+ThinkingFormat = Annotated[
+    str,
+    typer.Option(
+        metavar="FORMAT",
+        help="Field of the thinking budget: anthropic, openrouter, gemini, qwen or vllm; default: by the host.",
+        show_default=False,
+    ),
+]
 Turns = Annotated[
     int | None,
     typer.Option(
@@ -97,7 +146,8 @@ Directory = Annotated[Path, typer.Argument(metavar="OUT", help="Directory of a c
 @app.command(
     epilog="Examples:\n\n  etude bench run --policy base=runs/base --policy tuned=runs/nano/checkpoints/sft-20 "
     "--tasks held-out/ -k 4 --out runs/compare\n\n"
-    "  etude bench run --policy runs/mine --policy https://HOST/v1#MODEL --tasks held-out/ --price MODEL=0.5,1.5"
+    "  etude bench run --policy runs/mine --policy https://HOST/v1#MODEL --tasks held-out/ --price MODEL=0.5,1.5 "
+    "--max-cost 20 --effort low,high --requests-per-minute 60"
 )
 def run(
     policies: Policies,
@@ -110,6 +160,12 @@ def run(
     limit: Limit = None,
     key_envs: KeyEnvs = None,
     prices: Prices = None,
+    max_cost: MaxCost = None,
+    requests_per_minute: RequestsPerMinute = None,
+    tokens_per_minute: TokensPerMinute = None,
+    efforts: Efforts = None,
+    thinking_budgets: ThinkingBudgets = None,
+    thinking_format: ThinkingFormat = "",
     turns: Turns = None,
     tokens: Tokens = None,
     seconds: Seconds = None,
@@ -133,10 +189,14 @@ def run(
     """Compare policies on tasks. Each trial is a session in a pod, scored by the task's verifier."""
     from etude.bench.directory import BenchDirectory, BenchSpec, check_directory, find_named_tasks, probe_policies
     from etude.bench.policies import parse_policies, parse_prices
+    from etude.bench.spending import BenchLimits
+    from etude.bench.variants import check_thinking_budgets, expand_variants, parse_rates, prices_of, with_base_names
 
     bench = BenchDirectory(Path(os.path.abspath(out)))
     check_directory(bench, resume)
     compared = parse_policies(policies, key_envs or ())
+    rates = parse_rates(compared, requests_per_minute or (), tokens_per_minute or ())
+    compared = expand_variants(compared, efforts or (), thinking_budgets or (), thinking_format)
     if dialect and not any(each.directory for each in compared):
         raise InputError(f"--dialect {dialect}: no checkpoint among the policies, and endpoints have their own dialect")
     changes = session_changes(
@@ -155,10 +215,14 @@ def run(
     )
     host_settings = host_settings_from_options(maps, build_allow, allow, env)
     found = find_named_tasks(tasks, limit)
-    token_prices = parse_prices(prices or (), [each.name for each in compared])
+    names = [each.name for each in compared]
+    token_prices = prices_of(names, parse_prices(prices or (), with_base_names(names)))
+    limits = BenchLimits(rates, max_cost)
+    limits.check_prices(compared, token_prices)
     profiles = asyncio.run(probe_policies(bench, compared, changes))
+    check_thinking_budgets(compared, {name: each.session.budget.max_turn_tokens for name, each in profiles.items()})
     spec = BenchSpec(compared, profiles, found, samples, host_settings, seed, token_prices)
-    summary, errors = _run(bench, spec, resume, at_once or max(2, usable_cores()), device, state)
+    summary, errors = _run(bench, spec, limits, resume, at_once or max(2, usable_cores()), device, state)
     _show(summary, as_json)
     if not as_json:
         print(f"report: {bench.report}")
@@ -178,31 +242,106 @@ def show(
     from etude.bench.policies import parse_prices
     from etude.bench.report import render_page
     from etude.bench.run import describe
+    from etude.bench.variants import prices_of, with_base_names
     from etude.files import write_atomically
 
     bench = BenchDirectory(Path(os.path.abspath(directory)))
     names = [policy["name"] for policy in read_spec(bench)["policies"]]
-    summary = describe(bench, parse_prices(prices or (), names))
+    summary = describe(bench, prices_of(names, parse_prices(prices or (), with_base_names(names))))
     if html is not None:
         write_atomically(html, render_page(summary, bench.root.name))
     _show(summary, as_json)
 
 
+@app.command(
+    epilog="Examples:\n\n  etude bench compare runs/monday runs/friday\n\n  etude bench compare runs/a#base runs/b#rl"
+)
+def compare(
+    before: Annotated[str, typer.Argument(metavar="A[#POLICY]", show_default=False)],
+    after: Annotated[str, typer.Argument(metavar="B[#POLICY]", show_default=False)],
+    as_json: AsJson = False,
+) -> None:
+    """Compare two results on the same tasks: how much better B is than A, with an interval, and what else differs."""
+    from etude.bench.compare import compare_results, comparison_lines, read_pairs
+
+    found = [compare_results(*pair) for pair in read_pairs(before, after)]
+    if as_json:
+        print(json.dumps(found))
+        return
+    for each in found:
+        say("\n".join(comparison_lines(each)))
+
+
+@app.command(
+    epilog="Examples:\n\n  etude bench stats tasks/v1 tasks/v2 --results runs/compare\n\n"
+    "  etude bench stats tasks/ --cutoff 2026-01-31"
+)
+def stats(
+    directories: Annotated[
+        list[Path], typer.Argument(metavar="DIR...", help="Directories of tasks.", show_default=False)
+    ],
+    results: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--results", metavar="OUT[#POLICY]", help="Results with the solve rates; repeatable.", show_default=False
+        ),
+    ] = None,
+    cutoff: Annotated[
+        str, typer.Option(metavar="DATE", help="A model's cutoff: which tasks are newer.", show_default=False)
+    ] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Describe sets of tasks side by side: size of the changes, requests, categories, difficulty and age."""
+    from etude.bench.stats import describe_benchmarks, read_date
+    from etude.bench.stats_table import stats_table
+    from etude.system.progress import progress_line
+
+    day = read_date(cutoff, "--cutoff") if cutoff else None
+    with progress_line("read") as progress:
+        found = describe_benchmarks(directories, results or (), day, progress)
+    if as_json:
+        print(json.dumps(found))
+        return
+    console = Console(width=None if Console().is_terminal else 140)
+    console.print(stats_table(found))
+    if found["common"] is not None:
+        say(f"{found['common']} tasks are the same in all of them")
+
+
 def _run(
-    bench: BenchDirectory, spec: BenchSpec, resume: bool, at_once: int, device: str, state: Path | None
+    bench: BenchDirectory,
+    spec: BenchSpec,
+    limits: BenchLimits,
+    resume: bool,
+    at_once: int,
+    device: str,
+    state: Path | None,
 ) -> tuple[dict[str, Any], list[str]]:
     """Run the missing trials; return the summary and the errors."""
     from etude.bench.directory import lock_directory
     from etude.bench.run import run_trials, run_with_fleet, write_outputs
+    from etude.bench.spending import UsageLedger, endpoint_limits
 
-    work = partial(run_trials, bench, spec, at_once=at_once, device=device)
     with lock_directory(bench, spec, resume):
+        ledger = UsageLedger(bench.usage, spec.prices, limits.max_cost)
+        endpoints = endpoint_limits(spec.policies, limits.rates, ledger)
+        work = partial(
+            run_trials,
+            bench,
+            spec,
+            at_once=at_once,
+            device=device,
+            limits=endpoints,
+            may_start=ledger.start_rule,
+        )
         try:
             errors = run_with_fleet([each.name for each in spec.policies], state, work)
         except (KeyboardInterrupt, asyncio.CancelledError):
             write_outputs(bench)
             raise Interrupted("interrupted; the same command with --resume continues") from None
-        summary = write_outputs(bench)
+        summary = write_outputs(bench, ledger.stop_reason())
+    if ledger.declined:
+        return summary, [f"policy {name}: {reason}" for name, reason in errors.items()]
     lost = [policy["name"] for policy in summary["policies"] if not policy["tasks"] and policy["name"] not in errors]
     reasons = dict.fromkeys(lost, f"every task was given up; {bench.summary} has the reasons")
     return summary, [f"policy {name}: {reason}" for name, reason in {**errors, **reasons}.items()]

@@ -1,8 +1,10 @@
 """The directory of a comparison and its specification, which is written before the first trial and does not change.
 
-    bench.json           policies, tasks (with their digests), samples; resuming with others is refused
+    bench.json           policies, tasks (with their digests), samples, and what produced the results; resuming with
+                         other policies, tasks or settings is refused
     slots/NAME.sqlite    the rollout queue of a policy: one slot per trial
     traces/NAME/TASK/    the trace of every trial
+    usage.jsonl          the tokens of every reply of an endpoint, also of trials that failed
     trials.jsonl, summary.json, report.html
 
 A policy may be added later: it is run on the same tasks under the same settings.
@@ -19,6 +21,7 @@ from typing import Any
 
 from etude import __version__
 from etude.bench.policies import BenchPolicy, PolicyProfile, TokenPrice, probe_policy
+from etude.bench.provenance import harness_digest, merge_harness, provenance
 from etude.bench.results import PolicyResults, read_results
 from etude.config import differing_keys
 from etude.errors import InputError
@@ -29,8 +32,8 @@ from etude.tasks.base_images import HostSettings
 from etude.tasks.harbor import find_tasks, read_task, task_digest
 from etude.tasks.task import Task
 
-FORMAT = 2
-OWN_NAMES = ("lock", "slots", "traces")  # may exist before bench.json if a run was killed
+FORMAT = 3
+OWN_NAMES = ("lock", "slots", "traces", "usage.jsonl")  # may exist before bench.json if a run was killed
 
 
 class BenchDirectory:
@@ -40,6 +43,7 @@ class BenchDirectory:
         self.root = root
         self.spec_file, self.lock = root / "bench.json", root / "lock"
         self.all_slots, self.all_traces = root / "slots", root / "traces"
+        self.usage = root / "usage.jsonl"  # the tokens of every reply of an endpoint
         self.trials, self.summary, self.report = root / "trials.jsonl", root / "summary.json", root / "report.html"
 
     def slots(self, policy: str) -> Path:
@@ -66,6 +70,7 @@ class BenchSpec:
         return {
             "format": FORMAT,
             "etude": __version__,
+            "harness": [harness_digest()],
             "policies": [
                 {
                     "name": each.name,
@@ -73,6 +78,7 @@ class BenchSpec:
                     "where": each.where,
                     "model": each.model or each.name,
                     **self.profiles[each.name].to_json(),
+                    **provenance(each, self.profiles[each.name]),
                 }
                 for each in self.policies
             ],
@@ -158,7 +164,9 @@ def lock_directory(bench: BenchDirectory, spec: BenchSpec, resume: bool) -> Iter
     try:
         form = spec.to_json()
         if bench.spec_file.exists():
-            check_same_spec(read_spec(bench), form, bench.root)
+            recorded = read_spec(bench)
+            check_same_spec(recorded, form, bench.root)
+            form["harness"] = merge_harness(recorded)
         for directory in (bench.all_slots, bench.all_traces):
             directory.mkdir(exist_ok=True)
         write_atomically(bench.spec_file, json.dumps(form, indent=1) + "\n")
@@ -182,8 +190,10 @@ def check_same_spec(recorded: Mapping[str, Any], asked: Mapping[str, Any], root:
 
 
 def _compared(form: Mapping[str, Any], policies: int) -> dict[str, Any]:
-    """Return the part of a specification that must not change. Prices may."""
-    kept = {name: value for name, value in form.items() if name not in ("etude", "format", "prices", "policies")}
+    """Return the part of a specification that must not change. Prices may, and the code."""
+    kept = {
+        name: value for name, value in form.items() if name not in ("etude", "format", "harness", "prices", "policies")
+    }
     for policy in form["policies"][:policies]:
         moved = ("where",) if policy["kind"] == "checkpoint" else ()  # it is identified by its digest
         kept[f"policy {policy['name']}"] = {name: value for name, value in policy.items() if name not in moved}

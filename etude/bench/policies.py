@@ -25,8 +25,9 @@ from etude.harness.open_client import CHAT_WINDOW, checkpoint_profile, endpoint_
 from etude.harness.profile import AgentProfile
 from etude.harness.search.searcher import CodebaseSearcher
 from etude.harness.session import SessionSpec
-from etude.inference.clients.openai import ChatUsage, OpenAIChat
-from etude.inference.clients.transport import RequestLimiter, RetryPolicy, ServerError, ServerUnreachable
+from etude.inference.clients.limiter import RequestLimiter
+from etude.inference.clients.openai import NO_METER, OpenAIChat, RequestMeter, thinking_fields
+from etude.inference.clients.transport import RetryPolicy, ServerError, ServerUnreachable
 from etude.model.config import ModelConfig
 from etude.rollouts.rollout import ChatBinding, ModelBinding, PolicyBinding, RolloutFailed, RolloutOptions
 from etude.tasks.base_images import HostSettings
@@ -68,6 +69,27 @@ class BenchPolicy:
     url: str = ""  # with its /v1
     model: str = ""
     key_env: str = ""
+    effort: str = ""  # sent as reasoning_effort
+    thinking_budget: int | None = None  # tokens of thinking in a turn
+    thinking_format: str = ""  # how the thinking budget is sent; default: by the endpoint's host
+
+    @property
+    def base_name(self) -> str:
+        """The name without the variant."""
+        return self.name.partition("@")[0]
+
+    @property
+    def endpoint(self) -> tuple[str, str]:
+        """The URL and model, whose limits all variants share."""
+        return self.url, self.model
+
+    @property
+    def request_fields(self) -> dict[str, Any]:
+        """The fields of a request that ask for this variant."""
+        fields: dict[str, Any] = {"reasoning_effort": self.effort} if self.effort else {}
+        if self.thinking_budget is not None:
+            fields |= thinking_fields(self.url, self.thinking_budget, self.thinking_format)
+        return fields
 
     @property
     def kind(self) -> Literal["checkpoint", "endpoint"]:
@@ -243,7 +265,8 @@ async def _probe_endpoint(policy: BenchPolicy, changes: Mapping[str, Any]) -> Po
 
 
 def _client(policy: BenchPolicy, retry: RetryPolicy, **limits: Any) -> OpenAIChat:
-    return OpenAIChat(policy.url, policy.key(), model=policy.model, retry=retry, **limits)
+    fields = policy.request_fields
+    return OpenAIChat(policy.url, policy.key(), model=policy.model, retry=retry, extra=fields, **limits)
 
 
 # ------------------------------------------------------------------------------------------- trials
@@ -259,10 +282,10 @@ class OpenedPolicy:
 
 @dataclass(frozen=True)
 class EndpointLimits:
-    """Limits of the requests to an endpoint, and a listener that counts their tokens."""
+    """Limits of the requests to an endpoint: their rate and their price."""
 
     limiter: RequestLimiter | None = None
-    on_usage: Callable[[ChatUsage], None] = lambda usage: None
+    meter: RequestMeter = NO_METER
 
 
 NO_LIMITS = EndpointLimits()
@@ -279,7 +302,7 @@ async def open_policy(
 ) -> AsyncIterator[OpenedPolicy]:
     """Load a checkpoint or connect to an endpoint, whose requests the limits apply to."""
     if policy.directory is None:
-        client = _client(policy, TRIAL_RETRY, limiter=limits.limiter, on_usage=limits.on_usage)
+        client = _client(policy, TRIAL_RETRY, limiter=limits.limiter, meter=limits.meter)
         try:
             yield OpenedPolicy(ChatBinding(client, profile.window), lambda failure: _check_endpoint(policy, failure))
         finally:
@@ -313,7 +336,7 @@ async def open_policy(
 
 async def _check_endpoint(policy: BenchPolicy, failure: RolloutFailed) -> None:
     cause = failure.__cause__
-    if isinstance(cause, CostLimitReached) or (isinstance(cause, ServerError) and cause.status in FATAL_STATUSES):
+    if isinstance(cause, ServerError) and cause.status in FATAL_STATUSES:
         raise cause
     if isinstance(cause, ServerUnreachable):  # raises if the endpoint is gone
         await _probe_endpoint(policy, {})

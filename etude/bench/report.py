@@ -102,11 +102,20 @@ def failures(policy: JsonObject) -> str:
 def conclusions(summary: JsonObject) -> list[str]:
     """Return a sentence per difference, and notes about missing trials and cheating."""
     lines = [describe_difference(each) for each in summary["differences"]]
+    if summary.get("stopped"):
+        lines.append(f"{summary['stopped']}; --resume with a higher --max-cost runs the other trials")
+    elif (spent := summary.get("usage", {}).get("dollars")) is not None:
+        lines.append(f"all replies of the endpoints: {dollars(spent)}")
+    if len(summary.get("settings", {}).get("harness", ())) > 1:
+        lines.append("the trials were run with several versions of the harness: see settings.harness in summary.json")
     for policy in summary["policies"]:
         trials = policy["trials"]
         missing = trials["wanted"] - trials["graded"]
         if missing and not summary["finished"]:
             lines.append(f"{policy['name']}: {missing:,} of {trials['wanted']:,} trials are missing")
+        asked = policy.get("sampling", {})
+        if (asked.get("effort") or asked.get("thinking_budget")) and mean_of(policy, "thinking") == 0:
+            lines.append(f"{policy['name']}: the endpoint counted no thinking tokens; it may ignore what was asked for")
         if policy.get("hacks"):
             lines.append(f"{policy['name']}: {policy['hacks']} trials cheated and count as unsolved")
     return lines

@@ -31,6 +31,7 @@ Measure = Callable[[JsonObject], float]
 # Resources used by a trial, from its record.
 SPENT: Mapping[str, Measure] = {
     "made": lambda trial: trial["made"],
+    "thinking": lambda trial: trial["cost"].get("thinking", 0),
     "prompt": lambda trial: trial["cost"]["prompt"],
     "cached": lambda trial: trial["cost"]["cached"],
     "turns": lambda trial: trial["cost"]["turns"],

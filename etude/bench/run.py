@@ -10,16 +10,27 @@ import json
 import logging
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from etude.bench.directory import BenchDirectory, BenchSpec, read_all_results
-from etude.bench.policies import NO_LIMITS, BenchPolicy, EndpointLimits, OpenedPolicy, TokenPrice, open_policy
+from etude.bench.policies import (
+    NO_LIMITS,
+    BenchPolicy,
+    CostLimitReached,
+    EndpointLimits,
+    OpenedPolicy,
+    TokenPrice,
+    open_policy,
+)
+from etude.bench.provenance import tasks_digest
 from etude.bench.report import render_page
 from etude.bench.results import latest_groups, summarize, task_name, trial_rows
+from etude.bench.spending import UsageLedger
 from etude.errors import EtudeError
 from etude.evaluation.held_out import start
 from etude.files import write_atomically
@@ -35,7 +46,17 @@ from etude.tasks.task import Task
 
 WORKER = "bench"  # the only worker of these queues
 MAX_REASON_LENGTH = 1000  # characters of a failure reason kept in the queue
-POLICY_KEYS = ("kind", "where", "model", "window", "dialect")  # of bench.json, copied to the summary
+POLICY_KEYS = (
+    "kind",
+    "where",
+    "model",
+    "window",
+    "dialect",
+    "digest",
+    "tools",
+    "prompt",
+    "sampling",
+)  # of bench.json, copied to the summary
 MAX_UNSCORED_TASKS = 3  # tasks given up without any scored trial: the cause is not in the tasks
 
 log = logging.getLogger("etude.bench")
@@ -58,6 +79,8 @@ class BenchProgress:
 
 T = TypeVar("T")
 ProgressListener = Callable[[str, BenchProgress], None]
+# Whether another trial of a policy may start, given its queue and how many trials of each policy run.
+StartRule = Callable[[str, RolloutQueue, Mapping[str, int]], bool]
 
 
 def run_with_fleet(
@@ -84,14 +107,15 @@ async def run_trials(
     *,
     at_once: int,
     device: str = "auto",
-    limits: EndpointLimits = NO_LIMITS,
-    may_start: Callable[[RolloutQueue], bool] = lambda slots: True,
+    limits: Mapping[str, EndpointLimits] | None = None,
+    may_start: StartRule = lambda policy, slots, running: True,
 ) -> dict[str, EtudeError]:
     """Run all trials that are missing. A policy that fails does not stop the others; return the errors by policy.
 
-    `may_start` is asked before every trial; once it declines, the policy's other trials stay queued.
+    `limits` are those of policies by name. `may_start` is asked before every trial, and again when another has ended;
+    if it declines while none runs, the policy's other trials stay queued.
     """
-    run = _BenchRun(bench, spec, fleet, at_once, device, report, limits, may_start)
+    run = _BenchRun(bench, spec, fleet, at_once, device, report, limits or {}, may_start)
     checkpoints = [number for number, each in enumerate(spec.policies) if each.kind == "checkpoint"]
     endpoints = [number for number, each in enumerate(spec.policies) if each.kind == "endpoint"]
     async with asyncio.TaskGroup() as group:
@@ -112,8 +136,8 @@ class _BenchRun:
         at_once: int,
         device: str,
         report: ProgressListener,
-        limits: EndpointLimits,
-        may_start: Callable[[RolloutQueue], bool],
+        limits: Mapping[str, EndpointLimits],
+        may_start: StartRule,
     ) -> None:
         self.bench, self.spec, self.fleet, self.at_once = bench, spec, fleet, at_once
         self.device, self.report, self.limits, self.may_start = device, report, limits, may_start
@@ -122,6 +146,7 @@ class _BenchRun:
         profiles, host = spec.profiles.items(), spec.host_settings
         self.options = {name: profile.rollout_options(host, searcher) for name, profile in profiles}
         self.numbers = {name: number for number, name in enumerate(spec.tasks)}
+        self.running, self.trial_ended = Counter[str](), asyncio.Event()  # replaced by every trial that ends
         self.progress: dict[str, BenchProgress] = {}
         self.errors: dict[str, EtudeError] = {}
 
@@ -144,7 +169,7 @@ class _BenchRun:
             self.update_progress(policy, slots)
             if all(group.is_finished for group in latest_groups(slots).values()):
                 return
-            profile, limits = spec.profiles[policy.name], self.limits
+            profile, limits = spec.profiles[policy.name], self.limits.get(policy.name, NO_LIMITS)
             opening = open_policy(policy, profile, at_once=self.at_once, device=self.device, limits=limits)
             try:
                 async with opening as opened, asyncio.TaskGroup() as group:
@@ -159,18 +184,37 @@ class _BenchRun:
         """Run trials until none is queued. A failed trial is queued again by the loop that ran it, which continues."""
         while True:
             async with self.semaphore:
-                slot = slots.claim(WORKER, time.time()) if self.may_start(slots) else None
-                if slot is None:
-                    return
-                try:
-                    rollout = await self.run_trial(number, policy, opened, slot)
-                except RolloutFailed as error:
-                    slots.fail(slot, str(error)[:MAX_REASON_LENGTH])
-                    self.update_progress(policy, slots)
-                    await opened.check(error)
-                    check_some_trial_scored(slots, error)
-                else:
-                    await self.save_trial(policy, slots, slot, rollout)
+                if self.may_start(policy.name, slots, self.running):
+                    slot = slots.claim(WORKER, time.time())
+                    if slot is None or not await self.run_claimed(number, policy, opened, slots, slot):
+                        return
+                    continue
+                ended = self.trial_ended
+            if not any(self.running.values()):
+                return
+            await ended.wait()
+
+    async def run_claimed(
+        self, number: int, policy: BenchPolicy, opened: OpenedPolicy, slots: RolloutQueue, slot: Slot
+    ) -> bool:
+        """Run one trial and record its result; return False if its endpoint may not be asked any more."""
+        self.running[policy.name] += 1
+        try:
+            rollout = await self.run_trial(number, policy, opened, slot)
+        except RolloutFailed as error:
+            if isinstance(error.__cause__, CostLimitReached):  # no failure: its slot is released when all loops end
+                return False
+            slots.fail(slot, str(error)[:MAX_REASON_LENGTH])
+            self.update_progress(policy, slots)
+            await opened.check(error)
+            check_some_trial_scored(slots, error)
+        else:
+            await self.save_trial(policy, slots, slot, rollout)
+        finally:
+            self.running[policy.name] -= 1
+            ended, self.trial_ended = self.trial_ended, asyncio.Event()
+            ended.set()
+        return True
 
     async def run_trial(self, number: int, policy: BenchPolicy, opened: OpenedPolicy, slot: Slot) -> Rollout:
         name, task = self.bench.root.name, task_name(slot.task)
@@ -270,16 +314,33 @@ def _first(group: BaseExceptionGroup[EtudeError]) -> EtudeError:
 # ------------------------------------------------------------------------------------------- output
 
 
-def describe(bench: BenchDirectory, prices: Mapping[str, TokenPrice] | None = None) -> dict[str, Any]:
-    """Return the summary of the trials so far as JSON; `prices` override those of the specification."""
+def describe(
+    bench: BenchDirectory, prices: Mapping[str, TokenPrice] | None = None, stopped: str = ""
+) -> dict[str, Any]:
+    """Return the summary of the trials so far as JSON; `prices` override those of the specification.
+
+    `stopped` is the reason why no more trials were started, if there is one.
+    """
     spec, found = read_all_results(bench)
-    recorded = {name: TokenPrice(**price) for name, price in spec["prices"].items()}
-    summary = summarize(found, {**recorded, **(prices or {})})
+    known = {**recorded_prices(spec), **(prices or {})}
+    summary = summarize(found, known)
     policies = [{key: each[key] for key in POLICY_KEYS} for each in spec["policies"]]
     summary["policies"] = [{**policy, **results} for policy, results in zip(policies, summary["policies"], strict=True)]
     kept = {key: value for key, value in spec.items() if key not in ("format", "policies", "prices", "tasks")}
+    kept["tasks_digest"] = tasks_digest(spec["tasks"])
+    summary |= {"stopped": stopped, "usage": _usage(UsageLedger(bench.usage, known))}
     sessions = {f"sessions of {each['name']}": _flat(each["session"]) for each in spec["policies"]}
     return {**summary, "settings": {**kept, "tasks": len(spec["tasks"]), **sessions}}
+
+
+def recorded_prices(spec: Mapping[str, Any]) -> dict[str, TokenPrice]:
+    return {name: TokenPrice(**price) for name, price in spec["prices"].items()}
+
+
+def _usage(ledger: UsageLedger) -> dict[str, Any]:
+    """Return the tokens and dollars of all replies of endpoints, also of trials that failed."""
+    policies = {name: {**asdict(ledger.of(name)), "dollars": ledger.dollars_of(name)} for name in [*ledger.policies]}
+    return {"policies": policies, "dollars": ledger.dollars if policies else None}
 
 
 def _flat(table: Mapping[str, Any]) -> dict[str, Any]:
@@ -288,12 +349,12 @@ def _flat(table: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for each in (table, *nested) for key, value in each.items() if not isinstance(value, dict)}
 
 
-def write_outputs(bench: BenchDirectory) -> dict[str, Any]:
+def write_outputs(bench: BenchDirectory, stopped: str = "") -> dict[str, Any]:
     """Write trials.jsonl, summary.json and report.html, each atomically; return the summary."""
     spec, found = read_all_results(bench)
-    prices = {name: TokenPrice(**price) for name, price in spec["prices"].items()}
+    prices = recorded_prices(spec)
     lines = [json.dumps(row) for results in found for row in trial_rows(results, prices.get(results.name))]
-    summary = describe(bench)
+    summary = describe(bench, stopped=stopped)
     write_atomically(bench.trials, "".join(f"{line}\n" for line in lines))
     write_atomically(bench.summary, json.dumps(summary, indent=1) + "\n")
     write_atomically(bench.report, render_page(summary, bench.root.name))

@@ -12,14 +12,14 @@ A collection can be killed at any time: scored trials, their traces and the toke
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from etude.bench.directory import BenchDirectory, BenchSpec, read_all_results
-from etude.bench.policies import BenchPolicy, CostLimitReached, EndpointLimits, TokenPrice
+from etude.bench.policies import BenchPolicy, TokenPrice
 from etude.bench.run import ProgressListener, run_trials
+from etude.bench.spending import EndpointRates, UsageLedger, endpoint_limits
 from etude.chat.dialects import dialect_for
 from etude.chat.dialects.dialect import Dialect
 from etude.chat.tokenizer import Tokenizer
@@ -30,13 +30,9 @@ from etude.files import write_atomically
 from etude.harness.chat_rows import chat_row, is_mistake, sampled_tokens, trace_segments, written_tokens
 from etude.harness.trace import Segment, Step, Trace
 from etude.harness.trace_store import load_trace
-from etude.inference.clients.openai import ChatUsage
-from etude.inference.clients.transport import RequestLimiter
 from etude.pods.fleet import Fleet
 from etude.rollouts.queue import RolloutQueue
 from etude.rollouts.queue_records import Slot
-
-RUNNING_STATES = ("starting", "running", "grading")
 
 
 @dataclass(frozen=True)
@@ -46,53 +42,7 @@ class CollectionLimits:
     max_sessions: int | None = None
     max_cost: float | None = None  # dollars
     price: TokenPrice | None = None
-    requests_per_minute: float | None = None
-
-
-class UsageLedger:
-    """The tokens of all replies so far, and their price. One line of the file is one reply."""
-
-    def __init__(self, path: Path, price: TokenPrice | None, max_cost: float | None = None) -> None:
-        self.path, self.price, self.max_cost = path, price, max_cost
-        self.replies = self.prompt = self.cached = self.sampled = 0
-        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-            with suppress(ValueError):  # a line that a kill has torn
-                self._add(**json.loads(line))
-
-    def record(self, usage: ChatUsage) -> None:
-        """Count a reply; its line is written before the session goes on."""
-        line = {"prompt": usage.prompt_tokens, "cached": usage.cached_tokens, "sampled": usage.completion_tokens}
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(f"{json.dumps(line)}\n")
-        self._add(**line)
-
-    def _add(self, prompt: int, cached: int, sampled: int) -> None:
-        self.replies += 1
-        self.prompt, self.cached, self.sampled = self.prompt + prompt, self.cached + cached, self.sampled + sampled
-
-    @property
-    def dollars(self) -> float | None:
-        """The price of all replies; None if no price is known."""
-        if self.price is None:
-            return None
-        return self.price.dollars({"prompt": self.prompt, "cached": self.cached}, self.sampled)
-
-    def check(self) -> None:
-        """Raise CostLimitReached if nothing more may be spent."""
-        if self.max_cost is not None and (self.dollars or 0.0) >= self.max_cost:
-            raise CostLimitReached(f"the endpoint has cost {self.dollars:.2f} of at most {self.max_cost:.2f} dollars")
-
-    def affords(self, slots: RolloutQueue) -> bool:
-        """Return whether another session may start: all that run, and it, each at the mean price of the scored ones.
-
-        Until one is scored, only `check` limits what is spent.
-        """
-        if self.max_cost is None:
-            return True
-        spent, counts = self.dollars or 0.0, slots.counts()
-        running, scored = sum(counts.get(state, 0) for state in RUNNING_STATES), counts.get("ready", 0)
-        coming = (running + 1) * spent / scored if scored else 0.0
-        return spent < self.max_cost and spent + coming <= self.max_cost
+    rates: EndpointRates = field(default_factory=EndpointRates)
 
 
 async def collect_sessions(
@@ -106,20 +56,28 @@ async def collect_sessions(
     device: str = "auto",
 ) -> EtudeError | None:
     """Run the trials that are missing, within the limits; return why the policy failed, if it did."""
-    ledger = UsageLedger(bench.root / "usage.jsonl", limits.price, limits.max_cost)
+    ledger = ledger_of(bench, spec.policies[0].name, limits)
 
-    def may_start(slots: RolloutQueue) -> bool:
-        counts = slots.counts()
-        begun = counts.get("ready", 0) + sum(counts.get(state, 0) for state in RUNNING_STATES)
-        return (limits.max_sessions is None or begun < limits.max_sessions) and ledger.affords(slots)
+    def may_start(policy: str, slots: RolloutQueue, running: Mapping[str, int]) -> bool:
+        scored = slots.counts().get("ready", 0)
+        within = limits.max_sessions is None or scored + running.get(policy, 0) < limits.max_sessions
+        return within and ledger.may_start(policy, scored, running)
 
-    limiter = RequestLimiter(limits.requests_per_minute, ledger.check)
-    endpoint = EndpointLimits(limiter, ledger.record)
     errors = await run_trials(
-        bench, spec, fleet, report, at_once=at_once, device=device, limits=endpoint, may_start=may_start
+        bench,
+        spec,
+        fleet,
+        report,
+        at_once=at_once,
+        device=device,
+        limits=endpoint_limits(spec.policies, {spec.policies[0].name: limits.rates}, ledger),
+        may_start=may_start,
     )
-    error = next(iter(errors.values()), None)
-    return None if isinstance(error, CostLimitReached) else error
+    return next(iter(errors.values()), None)
+
+
+def ledger_of(bench: BenchDirectory, policy: str, limits: CollectionLimits) -> UsageLedger:
+    return UsageLedger(bench.usage, {} if limits.price is None else {policy: limits.price}, limits.max_cost)
 
 
 # ------------------------------------------------------------------------------------------- rows
@@ -204,7 +162,8 @@ def write_sessions(bench: BenchDirectory, writer: RowWriter, limits: CollectionL
         kept += 1
         tokens += sum(len(ids) for row in rows for _, ids in row.get("exact", {}).get("runs", ()))
         lines += [json.dumps(row) for row in rows]
-    ledger = UsageLedger(bench.root / "usage.jsonl", limits.price)
+    ledger = ledger_of(bench, results.name, limits)
+    usage = ledger.of(results.name)
     summary = {
         "file": str(bench.root / SESSIONS_FILE),
         "tried": len(slots),
@@ -217,8 +176,8 @@ def write_sessions(bench: BenchDirectory, writer: RowWriter, limits: CollectionL
         "tokens": tokens or None,
         "failures": results.evaluation.failures,
         "given_up": len(results.evaluation.dropped),
-        "replies": ledger.replies,
-        "endpoint_tokens": {"prompt": ledger.prompt, "cached": ledger.cached, "sampled": ledger.sampled},
+        "replies": usage.replies,
+        "endpoint_tokens": {"prompt": usage.prompt, "cached": usage.cached, "sampled": usage.sampled},
         "dollars": ledger.dollars,
         "price": asdict(limits.price) if limits.price else None,
     }

@@ -11,7 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from etude.bench.cli import AnswerTokens, Device, Limit, Seconds, Seed, TaskDirectories, Tokens, Turns
+from etude.bench.cli import (
+    AnswerTokens,
+    Device,
+    Limit,
+    RequestsPerMinute,
+    Seconds,
+    Seed,
+    TaskDirectories,
+    Tokens,
+    TokensPerMinute,
+    Turns,
+)
 from etude.errors import EtudeError, InputError, Interrupted
 from etude.harness.model_options import (
     Brief,
@@ -67,12 +78,6 @@ PriceCached = Annotated[
     float | None,
     typer.Option(min=0.0, help="Dollars per million cached prompt tokens; default: --price-in.", show_default=False),
 ]
-RequestsPerMinute = Annotated[
-    float | None,
-    typer.Option(
-        "--max-requests-per-minute", min=0.001, help="Rate of requests, retries included.", show_default=False
-    ),
-]
 KeyEnv = Annotated[
     str, typer.Option(metavar="VARIABLE", help="Environment variable of the API key; default: ETUDE_API_KEY.")
 ]
@@ -103,7 +108,8 @@ def sessions(
     price_in: PriceIn = None,
     price_out: PriceOut = None,
     price_cached: PriceCached = None,
-    max_requests_per_minute: RequestsPerMinute = None,
+    requests_per_minute: RequestsPerMinute = None,
+    tokens_per_minute: TokensPerMinute = None,
     key_env: KeyEnv = "",
     at_once: AtOnce = None,
     as_json: AsJson = False,
@@ -135,15 +141,15 @@ def sessions(
     from etude.bench.directory import BenchDirectory, BenchSpec, check_directory, find_named_tasks, probe_policies
     from etude.bench.policies import parse_policies
     from etude.bench.sessions import CollectionLimits, RowWriter, summary_lines
+    from etude.bench.variants import parse_rates
 
     (name,) = (each.name for each in parse_policies([policy]))
     (chosen,) = parse_policies([policy], [f"{name}={key_env}"] if key_env else ())
-    price = _price(price_in, price_out, price_cached)
-    if max_cost is not None and price is None:
-        raise InputError("--max-cost: give the prices too, with --price-in and --price-out")
-    if chosen.directory is not None and (price is not None or max_requests_per_minute is not None):
+    price = _price(price_in, price_out, price_cached, needed=max_cost is not None)
+    if chosen.directory is not None and (price is not None or requests_per_minute or tokens_per_minute):
         raise InputError(f"{chosen.name} is a checkpoint: prices and rates apply to endpoints only")
-    limits = CollectionLimits(max_sessions, max_cost, price, max_requests_per_minute)
+    rates = parse_rates([chosen], requests_per_minute or (), tokens_per_minute or ())[chosen.name]
+    limits = CollectionLimits(max_sessions, max_cost, price, rates)
     bench = BenchDirectory(Path(os.path.abspath(out)))
     check_directory(bench, resume=True)
     writer = RowWriter.of(chosen, tokenizer, dialect)
@@ -173,10 +179,12 @@ def sessions(
         raise EtudeError(f"policy {chosen.name}: {error}\nwhat was collected is in {bench.root}; run the command again")
 
 
-def _price(read: float | None, sampled: float | None, cached: float | None) -> TokenPrice | None:
+def _price(read: float | None, sampled: float | None, cached: float | None, needed: bool) -> TokenPrice | None:
     """Return the price of an endpoint's tokens; None if none is given."""
     from etude.bench.policies import TokenPrice
 
+    if needed and read is None and sampled is None:
+        raise InputError("--max-cost: give the prices too, with --price-in and --price-out")
     if (read is None) != (sampled is None) or (cached is not None and read is None):
         raise InputError("--price-in and --price-out: give both, in dollars per million tokens")
     if read is None or sampled is None:

@@ -18,6 +18,7 @@ from etude.chat.dialects.streaming import TurnStreamer
 from etude.chat.messages import Message, ParsedTurn, PartListener, StreamPart, ToolSchema
 from etude.errors import InputError
 from etude.harness.trace import Segment, SegmentBuilder, SegmentKind, Trace
+from etude.inference.clients.limiter import RequestTicket
 from etude.inference.clients.openai import OpenAIChat
 from etude.inference.policy import Completion, Policy
 from etude.inference.sampling import Sampling
@@ -45,6 +46,11 @@ class ModelClient(ABC):
     exact: bool  # the trace has token ids
     window: int  # context length in tokens
     on_text: PartListener  # called with parts of the turn while it is generated, for display
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds so far for which rate limits or a busy endpoint held requests back: not time of the session."""
+        return 0.0
 
     @property
     @abstractmethod
@@ -203,6 +209,11 @@ class ChatModelClient(ModelClient):
         self._size = 0
         self._bytes_per_token = BYTES_PER_TOKEN
         self._kinds: list[SegmentKind] = []
+        self._ticket, self._earlier_waited_s = RequestTicket(), 0.0
+
+    @property
+    def waited_s(self) -> float:
+        return self._earlier_waited_s + self._ticket.waited_s
 
     @property
     def size(self) -> int:
@@ -234,10 +245,10 @@ class ChatModelClient(ModelClient):
         return start, self._size
 
     async def complete(self, max_tokens: int) -> Turn:
-        started = time.monotonic()
+        started, self._earlier_waited_s, self._ticket = time.monotonic(), self.waited_s, RequestTicket()
         listener = None if self.on_text is _ignore_part else self.on_text
         sampling = replace(self.sampling, max_tokens=max_tokens)
-        reply = await self.client.chat(self._messages, self._tools, sampling, listener)
+        reply = await self.client.chat(self._messages, self._tools, sampling, listener, self._ticket)
         usage = reply.usage
         if usage.counted:
             size = _count_bytes([*self._messages, *self._tools])
@@ -245,7 +256,8 @@ class ChatModelClient(ModelClient):
         self._messages.append(reply.message)
         self._size = usage.prompt_tokens + usage.completion_tokens
         span = usage.prompt_tokens, self._size
-        return Turn(reply.turn, span, usage.prompt_tokens, usage.cached_tokens, time.monotonic() - started)
+        seconds = time.monotonic() - started - self._ticket.waited_s
+        return Turn(reply.turn, span, usage.prompt_tokens, usage.cached_tokens, seconds)
 
     def segments(self) -> list[Segment]:
         return [SegmentBuilder(kind, ()).segment() for kind in self._kinds]

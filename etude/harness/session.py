@@ -134,9 +134,9 @@ class Session:
         """Return the next model turn, of at most `max_tokens` tokens; None if it was interrupted."""
         span = self.client.flush()
         self.steps = [replace(step, span=span) if step.span == PENDING_SPAN else step for step in self.steps]
-        asked = time.monotonic()
+        asked = self._elapsed_s()
         turn = await self._unless_interrupted(self.client.complete(max_tokens))
-        self.unanswered_s = 0.0 if turn else time.monotonic() - asked
+        self.unanswered_s = 0.0 if turn else self._elapsed_s() - asked
         return turn
 
     async def _run_calls(self, turn: Turn) -> None:
@@ -166,7 +166,11 @@ class Session:
     def _seconds_left(self) -> float | None:
         if self.budget.seconds is None:
             return None
-        return self.budget.seconds - (time.monotonic() - self._started)
+        return self.budget.seconds - self._elapsed_s()
+
+    def _elapsed_s(self) -> float:
+        """Return the seconds of the session, without those in which requests were held back by a rate limit."""
+        return time.monotonic() - self._started - self.client.waited_s
 
     def _may_summarize(self) -> bool:
         """Return whether another summary is allowed."""
@@ -252,17 +256,17 @@ class Session:
             return None
         self._current = asyncio.ensure_future(work)
         try:
-            async with asyncio.timeout(self._seconds_left()):
-                return await self._current  # type: ignore[no-any-return]
-        except TimeoutError:
-            if self._exhausted() != "time":  # a timeout of the work itself
-                raise
+            while (left := self._seconds_left()) is None or left > 0:  # grows while a request is held back
+                done, _ = await asyncio.wait({self._current}, timeout=left)
+                if done:
+                    return await self._current  # type: ignore[no-any-return]
             return None
         except asyncio.CancelledError:
             if not self._interrupted.is_set():
                 raise
             return None
         finally:
+            await _cancel(self._current)
             self._current = None
 
     def _append_inbox(self) -> None:
@@ -275,7 +279,7 @@ class Session:
 
     def trace(self, ending: SessionEnding) -> Trace:
         """Return the trace so far."""
-        pod_s, wall_s = self._earlier_pod_s + self.tools.pod_seconds, time.monotonic() - self._started
+        pod_s, wall_s = self._earlier_pod_s + self.tools.pod_seconds, self._elapsed_s()
         client = self.client
         return Trace(
             id=self.id,
@@ -335,7 +339,16 @@ class Session:
         return self._add(Step(kind, parsed.message(), self._segment, turn.span, tuple(outcomes), closed=parsed.closed))
 
     def _add(self, step: Step) -> Step:
-        step = replace(step, time=time.monotonic() - self._started)
+        step = replace(step, time=self._elapsed_s())
         self.steps.append(step)
         self.spec.on_step(step)
         return step
+
+
+async def _cancel(work: asyncio.Future[Any]) -> None:
+    """Cancel work that is not done, and wait for its end."""
+    if not work.done():
+        work.cancel()
+        await asyncio.wait({work})
+        if not work.cancelled():
+            work.exception()  # retrieved, or asyncio reports it as lost

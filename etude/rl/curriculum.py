@@ -238,9 +238,12 @@ class Curriculum:
         if left >= queue.settings.groups_per_step:
             return ""
         dropped = sum(bool(group.dropped) for group in groups)
+        alike = queue.alike_groups()
         return (
-            f"the prompts are exhausted: of {len(self.tasks)} tasks {len(groups) - dropped - outstanding} were trained "
-            f"on and {dropped} dropped; the {left} left do not fill a step of {queue.settings.groups_per_step}"
+            f"the prompts are exhausted: of {len(self.tasks)} tasks {len(groups) - dropped - outstanding - alike} were "
+            f"trained on, {alike} had rewards without a difference, and {dropped} were dropped; the {left} left do not "
+            f"fill a step of {queue.settings.groups_per_step}. Give more tasks or fewer steps"
+            + ("; or start from a model that solves some of them, which SFT may give" if alike else "")
         )
 
 

@@ -100,6 +100,12 @@ class RolloutQueue:
         """Return how many groups were started and neither consumed, dropped, nor found to be alike."""
         return int(self._scalar(f"SELECT COUNT(*) FROM groups WHERE {OUTSTANDING}"))
 
+    def alike_groups(self) -> int:
+        """Return how many groups are complete and have rewards without a difference."""
+        return int(
+            self._scalar("SELECT COUNT(*) FROM groups WHERE step IS NULL AND dropped IS NULL AND informative = 0")
+        )
+
     def informative_share(self) -> float:
         """Return the share of informative groups among those judged last; 1 before any is judged.
 

@@ -77,3 +77,12 @@ def progress_line(name: str, progress: Progress | None = None) -> Iterator[Progr
     yield update
     total = progress.tasks[task].total or 1  # a task that never reported counts as one step
     progress.update(task, completed=total, total=total)
+
+
+def time_left(done: int, left: int, seconds: float) -> str:
+    """Return the time for what is left, at the rate at which so many were done, as "about 3 min left"; "" if none is
+    known."""
+    if not done or not left:
+        return ""
+    rest = seconds * left / done
+    return f"about {rest:.0f} s left" if rest < 100 else f"about {rest / 60:.0f} min left"

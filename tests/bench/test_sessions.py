@@ -17,8 +17,9 @@ from stub_endpoint import StubTurn, says, serving
 from typer.testing import CliRunner, Result
 
 from etude.bench.policies import DEFAULT_KEY_ENV, CostLimitReached, TokenPrice
-from etude.bench.sessions import RowWriter, UsageLedger
+from etude.bench.sessions import RowWriter
 from etude.bench.sessions_cli import app
+from etude.bench.spending import PolicyMeter, UsageLedger
 from etude.chat.dialects import dialect_for
 from etude.data.corpus import CorpusOptions, build_corpus
 from etude.data.shards import Shards
@@ -201,7 +202,7 @@ def test_sessions_of_a_checkpoint_are_collected_too(tasks: Path, model: Path, st
     assert (found["tried"], found["kept"], found["replies"]) == (1, 0, 0)  # random weights solve nothing
     assert rows(out) == []
     assert "prices and rates apply to endpoints only" in str(
-        collect(*asked, "--max-requests-per-minute", 3, code=2).exception
+        collect(*asked, "--requests-per-minute", 3, code=2).exception
     )
 
 
@@ -214,7 +215,7 @@ def test_a_busy_endpoint_is_asked_again_after_the_time_it_names(
     endpoint.fails, endpoint.status, endpoint.headers = (1, 2, 4), 429, {"retry-after": "0.01"}
     out = tmp_path / "out"
     asked = ("--policy", f"{endpoint.url}#stub", "--tasks", tasks, "--limit", 1, "--out", out, "--state", state)
-    found = summary(*asked, *SESSION, "--max-requests-per-minute", 6000)
+    found = summary(*asked, *SESSION, "--requests-per-minute", 6000)
     assert (found["solved"], found["failures"]) == (1, 0)
     assert found["replies"] == len(endpoint.keys) - 3
 
@@ -244,22 +245,42 @@ def test_a_session_that_costs_too_much_is_stopped(
 ) -> None:
     out = tmp_path / "out"
     asked = ("--policy", f"{endpoint.url}#stub", "--tasks", tasks, "--out", out, "--state", state, "-j", 1, *SESSION)
-    found = summary(*asked, "--price-in", 1e4, "--price-out", 0, "--max-cost", 1)
-    assert (found["tried"], found["dollars"], len(endpoint.asked)) == (0, 1.0, 1)
+    endpoint.prompt_tokens = 3000  # about 30 dollars for each request; a third of its bytes is assumed before the first
+    found = summary(*asked, "--price-in", 1e4, "--price-out", 0, "--max-cost", 50)
+    assert (found["tried"], found["dollars"], found["failures"], len(endpoint.asked)) == (0, 30.0, 0, 1)
     assert summary(*asked)["tried"] == 3
 
 
 def test_the_ledger_survives_a_kill_and_refuses_what_is_too_much(tmp_path: Path) -> None:
-    price = TokenPrice(1.0, 2.0, 0.5)
-    ledger = UsageLedger(tmp_path / "usage.jsonl", price)
-    ledger.record(ChatUsage(1_000_000, 500_000, 400_000))
+    prices = {"a": TokenPrice(1.0, 2.0, 0.5), "b": TokenPrice(1.0, 1.0, 1.0)}
+    ledger = UsageLedger(tmp_path / "usage.jsonl", prices)
+    ledger.record("a", 4_000_000, ChatUsage(1_000_000, 500_000, 400_000))
     assert ledger.dollars == pytest.approx(0.6 + 0.2 + 1.0)
     with (tmp_path / "usage.jsonl").open("a") as file:
-        file.write('{"prompt": 10')
-    again = UsageLedger(tmp_path / "usage.jsonl", price, max_cost=1.8)
-    assert (again.replies, again.dollars) == (1, pytest.approx(1.8))
-    with pytest.raises(CostLimitReached, match=r"1\.80 of at most 1\.80 dollars"):
-        again.check()
+        file.write('{"policy": "a", "prompt": 10')
+    again = UsageLedger(tmp_path / "usage.jsonl", prices, max_cost=2.0)
+    assert (again.of("a").replies, again.dollars) == (1, pytest.approx(1.8))
+    meter = PolicyMeter(again, "a")
+    reserved = meter.begin(400_000, 25_000)  # at most 100,000 prompt tokens, as the reply so far had, and the sampled
+    assert reserved == pytest.approx(0.1 + 0.05)
+    with pytest.raises(CostLimitReached, match=r"1\.80 of at most 2\.00 dollars, and the next request may cost 0\.15"):
+        meter.begin(400_000, 25_000)  # beside the one under way
+    meter.end(reserved, 400_000, None)
+    assert meter.begin(400_000, 25_000) == reserved
+
+
+def test_the_first_trial_runs_alone_and_no_trial_starts_that_would_cost_too_much(tmp_path: Path) -> None:
+    ledger = UsageLedger(tmp_path / "usage.jsonl", {"a": TokenPrice(1.0, 1.0, 1.0)}, max_cost=10.0)
+    assert ledger.may_start("a", 0, {})
+    assert not ledger.may_start("a", 0, {"a": 1})
+    ledger.record("a", 1, ChatUsage(3_000_000, 0))
+    assert ledger.may_start("a", 1, {"a": 1})  # 3 dollars, and two trials of 3 dollars
+    assert not ledger.may_start("a", 1, {"a": 2})
+    assert not ledger.stop_reason()  # those that run may turn out cheaper
+    ledger.record("a", 1, ChatUsage(6_000_000, 0))
+    assert not ledger.may_start("a", 3, {})
+    assert ledger.stop_reason() == "stopped at 9.00 of at most 10.00 dollars"
+    assert ledger.may_start("checkpoint", 0, {"checkpoint": 5})  # costs nothing
 
 
 def test_bad_options_are_refused_before_anything_runs(

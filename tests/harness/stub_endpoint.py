@@ -47,6 +47,8 @@ class StubEndpoint:
     keys: list[str] = field(default_factory=list)
     usage: bool = True
     streams: bool = True
+    prompt_tokens: int = 100  # of every request
+    reasoning_tokens: int = 0  # of every reply, of its completion tokens
     on_ask: Callable[[int], None] = lambda said: None  # called with the number of each reply before it is sent
 
     async def models(self, request: Request) -> Response:
@@ -69,7 +71,16 @@ class StubEndpoint:
         if line.calls:
             message["tool_calls"] = [_call(said, number, *each) for number, each in enumerate(line.calls)]
         finish = "tool_calls" if line.calls else "stop"
-        return JSONResponse({"choices": [{"message": message, "finish_reason": finish}], "usage": _usage(line)})
+        return JSONResponse({"choices": [{"message": message, "finish_reason": finish}], "usage": self.counts(line)})
+
+    def counts(self, line: StubTurn) -> dict[str, Any]:
+        tokens = max(1, len(f"{line.thinking}{line.text}{line.calls}") // 4) + self.reasoning_tokens
+        details = {"reasoning_tokens": self.reasoning_tokens}
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": tokens,
+            "completion_tokens_details": details,
+        }
 
     async def events(self, line: StubTurn, said: int) -> AsyncIterator[str]:
         for key, text in (("reasoning_content", line.thinking), ("content", line.text)):
@@ -85,7 +96,7 @@ class StubEndpoint:
                 await asyncio.sleep(line.pause)
         yield _event({}, finish="tool_calls" if line.calls else "stop")
         if self.usage:
-            yield f"data: {json.dumps({'choices': [], 'usage': _usage(line)})}\n\n"
+            yield f"data: {json.dumps({'choices': [], 'usage': self.counts(line)})}\n\n"
         yield "data: [DONE]\n\n"
 
 
@@ -96,11 +107,6 @@ def _call(said: int, number: int, name: str, arguments: dict[str, Any]) -> dict[
 
 def _event(delta: dict[str, Any], finish: str | None = None) -> str:
     return f"data: {json.dumps({'choices': [{'index': 0, 'delta': delta, 'finish_reason': finish}]})}\n\n"
-
-
-def _usage(line: StubTurn) -> dict[str, Any]:
-    tokens = max(1, len(f"{line.thinking}{line.text}{line.calls}") // 4)
-    return {"prompt_tokens": 100, "completion_tokens": tokens, "completion_tokens_details": {"reasoning_tokens": 0}}
 
 
 @contextlib.contextmanager

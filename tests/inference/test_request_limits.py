@@ -1,13 +1,12 @@
 """The rate of requests to an endpoint, and the time that a busy one asks for."""
 
 import asyncio
+import random
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 
-import pytest
-
-from etude.errors import EtudeError
-from etude.inference.clients.transport import RequestLimiter, RetryPolicy, read_retry_after
+from etude.inference.clients.limiter import RequestLimiter, RequestTicket
+from etude.inference.clients.transport import RetryPolicy, read_retry_after
 
 
 class Clock:
@@ -57,12 +56,45 @@ def test_a_server_that_asks_for_patience_holds_all_requests() -> None:
     assert sent == [140.0]
 
 
-def test_a_check_refuses_requests() -> None:
-    def refuse() -> None:
-        raise EtudeError("enough")
+def test_no_minute_has_more_tokens_than_the_limit() -> None:
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    rng, clock, tickets = random.Random(seed), Clock(), list[RequestTicket]()
 
-    with pytest.raises(EtudeError, match="enough"):
-        asyncio.run(RequestLimiter(check=refuse).acquire())
+    async def main() -> None:
+        limiter = RequestLimiter(tokens_per_minute=1000, clock=clock, sleep=clock.sleep)
+
+        async def ask(tokens: int) -> None:
+            ticket = RequestTicket(tokens)
+            await limiter.acquire(ticket)
+            tickets.append(ticket)
+            if rng.random() < 0.2:  # the endpoint was busy: it is asked again
+                limiter.refuse(ticket)
+                await limiter.acquire(ticket)
+
+        await asyncio.gather(*(ask(rng.randint(1, 600)) for _ in range(40)))
+
+    asyncio.run(main())
+    for first in tickets:
+        minute = [each.tokens for each in tickets if first.sent_at <= each.sent_at < first.sent_at + 60]
+        assert sum(minute) <= 1000
+    total = sum(each.tokens for each in tickets)
+    assert clock.now - 100 < 60 * (total / 500 + 1)  # at least half of the limit is used: pairs up to 600 fit
+
+
+def test_tokens_that_a_reply_counted_replace_those_expected_and_a_large_request_is_sent_alone() -> None:
+    clock, sent = Clock(), list[float]()
+
+    async def main() -> None:
+        limiter = RequestLimiter(tokens_per_minute=1000, clock=clock, sleep=clock.sleep)
+        for expected, counted in ((900, 100), (900, 900), (5000, 5000), (1, 1)):
+            ticket = RequestTicket(expected)
+            await limiter.acquire(ticket)
+            ticket.tokens = counted
+            sent.append(clock.now)
+
+    asyncio.run(main())
+    assert sent == [100.0, 100.0, 160.0, 220.0]
 
 
 def test_retry_after_is_a_number_or_a_date_and_is_accepted_up_to_a_limit() -> None:

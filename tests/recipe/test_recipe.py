@@ -1,5 +1,6 @@
 """A recipe is read strictly, or refused with errors that name the key and the mistake."""
 
+import json
 import os
 import re
 import string
@@ -68,8 +69,10 @@ def test_the_cpu_and_the_gpu_recipe_have_the_same_stages_and_tables() -> None:
 
 def test_the_recipe_in_the_documentation_is_valid(tmp_path: Path) -> None:
     page = (SCRATCH.parent.parent / "docs" / "recipes.md").read_text(encoding="utf-8")
-    (text,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
-    assert load_recipe(written(tmp_path, text)).stages[-1] == "evaluation"
+    (text,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)  # what turns own.toml into one with SFT
+    stages, tables = text.split("\n", 1)
+    own = re.sub(r"stages = .*", stages, (SCRATCH.parent / "own.toml").read_text(encoding="utf-8"))
+    assert load_recipe(written(tmp_path, f"{own}\n{tables}")).stages == tuple(json.loads(stages.partition("=")[2]))
 
 
 @pytest.mark.parametrize(
@@ -116,6 +119,24 @@ def test_a_path_on_the_command_line_starts_at_the_working_directory(
     recipe = load_recipe(written(tmp_path, TOKENIZER), ['tokenizer.sources=["x", "stdlib"]'])
     assert recipe.tokenizer is not None
     assert recipe.tokenizer.sources == (str(tmp_path / "elsewhere" / "x"), "stdlib")
+
+
+def test_a_recipe_beside_the_commands_has_the_paths_of_the_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("own.toml", "own-small.toml"):
+        (tmp_path / name).write_text((SCRATCH.parent / name).read_text())
+        recipe = load_recipe(Path(name))
+        assert recipe.tasks is not None
+        assert recipe.corpus is not None
+        assert [each.path for each in recipe.tasks.build[:3]] == [
+            Path("tasks", name).absolute() for name in ("train", "validation", "unseen")
+        ]
+        assert recipe.corpus.build[0].sources[0] == os.path.abspath("../service")
+        assert load_recipe(Path(name), ['rl.tasks="./tasks"']).rl.tasks == str(tmp_path / "tasks")  # type: ignore[union-attr]
+        assert recipe.rl is not None
+        assert recipe.rl.tasks == "train"  # a name
 
 
 def test_overrides_are_toml_values_or_else_strings(tmp_path: Path) -> None:

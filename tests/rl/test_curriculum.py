@@ -186,7 +186,8 @@ def test_a_run_is_exhausted_when_the_rest_does_not_fill_a_step() -> None:
         steps += 1
     assert steps == 2
     assert curriculum.exhausted(queue) == (
-        "the prompts are exhausted: of 9 tasks 8 were trained on and 0 dropped; the 1 left do not fill a step of 4"
+        "the prompts are exhausted: of 9 tasks 8 were trained on, 0 had rewards without a difference, and 0 were "
+        "dropped; the 1 left do not fill a step of 4. Give more tasks or fewer steps"
     )
     queue.rewind(1)  # after a rewind there are groups to train again
     assert curriculum.exhausted(queue) == ""

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 import etude.system.progress
-from etude.system.progress import progress_bars, progress_line
+from etude.system.progress import progress_bars, progress_line, time_left
 
 NOTE = "24 in flight, 0 ready  reward 0.500  solved 50%  best 50%  [stale 1]  mismatch 1e-05  entropy 0.33  waits 93%"
 
@@ -40,3 +40,9 @@ def test_without_a_terminal_lines_are_logged_at_intervals(
         report(3, 12, NOTE)
     lines = [line.rstrip() for line in capsys.readouterr().err.splitlines()]
     assert lines[:2] == ["rl 0/?", f"rl 3/12 {NOTE}"]
+
+
+def test_the_time_left_is_that_of_the_rate_so_far() -> None:
+    assert time_left(3, 9, 60.0) == "about 3 min left"
+    assert time_left(3, 1, 60.0) == "about 20 s left"
+    assert time_left(0, 9, 60.0) == time_left(3, 0, 60.0) == ""

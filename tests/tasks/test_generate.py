@@ -7,11 +7,11 @@ import re
 import textwrap
 import tomllib
 from dataclasses import dataclass
-from importlib import metadata
 from itertools import islice
 from pathlib import Path
 
 import pytest
+from installed_wheels import wheels_of
 
 from etude.pods import open_fleet
 from etude.tasks.generators.candidate import CandidateRejected, apply_changes
@@ -20,7 +20,6 @@ from etude.tasks.generators.debugging import HIDDEN_TEST_REGISTERS
 from etude.tasks.generators.executor import open_executor
 from etude.tasks.generators.generator_run import GenerationOptions, generate
 from etude.tasks.generators.image import prepare_base_image
-from etude.tasks.generators.packages import pack_wheel
 from etude.tasks.generators.registry import GENERATORS
 from etude.tasks.generators.repository import Repository, prepare
 from etude.tasks.generators.source import read_source
@@ -372,20 +371,6 @@ FILES = {
             assert render_report(Book(), title="Mine").splitlines() == ["Mine", "all     0.00"]
         """,
 }
-
-
-def wheels_of(names: tuple[str, ...], directory: Path) -> None:
-    """Pack installed distributions as wheels, so that tests need no package index."""
-    for name in names:
-        found = metadata.distribution(name)
-        members = {}
-        for file in found.files or ():
-            path = Path(str(found.locate_file(file)))
-            if ".." not in file.parts and file.suffix != ".pyc" and path.is_file() and file.name != "RECORD":
-                members[str(file)] = path.read_bytes()
-        info = next(member.split("/")[0] for member in members if member.endswith(".dist-info/METADATA"))
-        stem = info.removesuffix(".dist-info")
-        (directory / f"{stem}-py3-none-any.whl").write_bytes(pack_wheel(members, info))
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from etude.tasks.checks.inside.file_judges import FINAL, judge_answer, judge_fin
 from etude.tasks.checks.inside.patterns import lines_with
 from etude.tasks.generators import prompts
 from etude.tasks.generators.candidate import CandidateRejected, TaskDraft
+from etude.tasks.generators.cli import describe_shortfall
 from etude.tasks.generators.code import (
     Module,
     SourceEdit,
@@ -31,7 +32,7 @@ from etude.tasks.generators.code import (
 from etude.tasks.generators.compose import merge_drafts
 from etude.tasks.generators.failure_report import FailureReport, mentions_any
 from etude.tasks.generators.generator_run import split_by_weight
-from etude.tasks.generators.journal import Journal, JournalEntry, summarize_journals
+from etude.tasks.generators.journal import GeneratorYield, Journal, JournalEntry, summarize_journals
 from etude.tasks.generators.migration import LEGACY_REWRITES
 from etude.tasks.generators.neutral_edits import neutral_edits
 from etude.tasks.generators.operators import OPERATORS, mutations
@@ -124,6 +125,49 @@ def test_archive_links_and_escaping_paths_are_ignored(tmp_path: Path) -> None:
         link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
         tar.addfile(link)
     assert set(read_source(archive).files) == set(MINIMAL)
+
+
+def test_a_checkout_is_read_as_its_build_would_make_it_without_what_git_ignores(tmp_path: Path) -> None:
+    top = tmp_path / "checkout"
+    configured = {
+        "pyproject.toml": b'[project]\nname = "thing"\ndynamic = ["version"]\n'
+        b'[tool.hatch.build.hooks.vcs]\nversion-file = "small/_version.py"\n'
+        b'[tool.setuptools_scm]\nwrite_to = "small/VERSION.txt"\n',
+        "small/__init__.py": b"from ._version import __version__\n",
+        "tests/test_one.py": MINIMAL["tests/test_one.py"],
+        ".gitignore": b".env\nmyenv/\n",
+    }
+    for name, data in {
+        **configured,
+        ".env": b"SECRET=1",
+        "myenv/lib/other.py": b"",
+        "small/new.py": b"x = 1\n",
+    }.items():
+        path = top / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    git = ["git", "-C", str(top), "-c", "user.name=a", "-c", "user.email=a@example.org"]
+    for command in (["init", "-q"], ["add", *configured], ["commit", "-qm", "one"], ["tag", "v4.16.0"]):
+        subprocess.run([*git, *command], check=True)
+    source = read_source(top)
+    assert (source.name, source.version) == ("thing", "4.16.0")
+    assert set(source.files) == {*configured, "small/new.py", "small/_version.py", "small/VERSION.txt"}
+    assert source.text("small/VERSION.txt") == "4.16.0\n"
+    written: dict[str, object] = {}
+    exec(source.text("small/_version.py"), written)
+    assert (written["__version__"], written["__version_tuple__"]) == ("4.16.0", (4, 16, 0))
+
+
+def test_too_few_tasks_are_an_error_that_says_why() -> None:
+    rows = [
+        GeneratorYield("debugging", 5, 2, {"survives": 2, "too-broken": 1}, 1.0, 1.0),
+        GeneratorYield("docs", 1, 0, {"survives": 1}, 1.0, 1.0),
+        GeneratorYield("review", 0, 0, {}, 0.0, 0.0),
+    ]
+    words = describe_shortfall(Path("tasks"), rows, 9)
+    assert words.startswith("tasks: 2 of 9 tasks, and no generator has another candidate: 6 were tried")
+    assert "survives 3, too-broken 1; nothing to try for review" in words
+    assert "--count 2" in words
 
 
 def test_invalid_repositories_are_rejected_with_a_reason(tmp_path: Path) -> None:

@@ -15,12 +15,36 @@ from urllib.parse import urlsplit
 from etude.chat.dialects.json_calls import MalformedCall, read_arguments
 from etude.chat.messages import CallStatus, ParsedTurn, PartListener, StreamPart, ToolCall, ToolSchema, tool_names
 from etude.errors import EtudeError, InputError
-from etude.inference.clients.transport import RequestLimiter, RetryPolicy, ServerError, ServerUnreachable, Transport
+from etude.inference.clients.limiter import RequestLimiter, RequestTicket
+from etude.inference.clients.transport import RetryPolicy, ServerError, ServerUnreachable, Transport
 from etude.inference.generate_protocol import InvalidResponse, member
 from etude.inference.sampling import Sampling
 
 REDACTED = "[key]"
+TOKENS_PER_BYTE = 1 / 3  # of a request to a model that has not answered yet; a token of code is three bytes or more
 MIN_SECRET_LENGTH = 16  # shorter keys, such as "EMPTY", are not redacted in answers: they may be ordinary words
+
+
+# How a thinking budget is sent: the chat API of OpenAI has none, and every host has its own field.
+THINKING_FORMATS: Mapping[str, Callable[[int], dict[str, Any]]] = {
+    "anthropic": lambda tokens: {"thinking": {"type": "enabled", "budget_tokens": tokens}},
+    "openrouter": lambda tokens: {"reasoning": {"max_tokens": tokens}},
+    "gemini": lambda tokens: {"extra_body": {"google": {"thinking_config": {"thinking_budget": tokens}}}},
+    "qwen": lambda tokens: {"enable_thinking": True, "thinking_budget": tokens},
+    "vllm": lambda tokens: {"thinking_token_budget": tokens},
+}
+THINKING_HOSTS = {
+    "openrouter.ai": "openrouter",
+    "generativelanguage.googleapis.com": "gemini",
+    "dashscope.aliyuncs.com": "qwen",
+    "dashscope-intl.aliyuncs.com": "qwen",
+}
+
+
+def thinking_fields(url: str, tokens: int, format: str = "") -> dict[str, Any]:
+    """Return the fields of a request that limit its thinking; without a format, those of the URL's host."""
+    name = format or THINKING_HOSTS.get(urlsplit(url).hostname or "", "anthropic")
+    return THINKING_FORMATS[name](tokens)
 
 
 @dataclass(frozen=True)
@@ -44,8 +68,25 @@ class Reply:
     message: Mapping[str, Any]
 
 
+class RequestMeter:
+    """Watches the tokens of requests; this one does nothing."""
+
+    def begin(self, size: int, max_tokens: int) -> float:
+        """Return what a request of `size` bytes reserves; raise an EtudeError to refuse it."""
+        return 0.0
+
+    def end(self, reserved: float, size: int, usage: ChatUsage | None) -> None:
+        """Replace what a request has reserved by the usage of its reply; None if there is none."""
+
+
+NO_METER = RequestMeter()
+
+
 class OpenAIChat:
-    """The chat API at `url` (including `/v1`). `on_usage` is called with the token counts of every reply."""
+    """The chat API at `url` (including `/v1`). `extra` are further fields of every request.
+
+    The meter is asked before every request and told the usage of every reply.
+    """
 
     def __init__(
         self,
@@ -55,9 +96,12 @@ class OpenAIChat:
         model: str,
         retry: RetryPolicy | None = None,
         limiter: RequestLimiter | None = None,
-        on_usage: Callable[[ChatUsage], None] = lambda usage: None,
+        meter: RequestMeter = NO_METER,
+        extra: Mapping[str, Any] | None = None,
     ) -> None:
-        self.url, self.model, self._key, self.on_usage = url.rstrip("/"), model, key, on_usage
+        self.url, self.model, self._key = url.rstrip("/"), model, key
+        self.meter, self.extra = meter, extra or {}
+        self._tokens_per_byte = TOKENS_PER_BYTE
         # OpenAI's newer models refuse the older name.
         self.limit = "max_completion_tokens" if urlsplit(url).hostname == "api.openai.com" else "max_tokens"
         self._transport = Transport(key, retry, limiter)
@@ -71,27 +115,44 @@ class OpenAIChat:
         tools: Sequence[ToolSchema] = (),
         sampling: Sampling | None = None,
         listen: PartListener | None = None,
+        ticket: RequestTicket | None = None,
     ) -> Reply:
-        """Return the reply to a chat; `listen` gets its parts as they arrive. Unsupported `sampling` is an error."""
-        body = {"model": self.model, "messages": list(messages), **self._parameters(sampling or Sampling())}
+        """Return the reply to a chat; `listen` gets its parts as they arrive. Unsupported `sampling` is an error.
+
+        The ticket records how long the request is held back.
+        """
+        sampling = sampling or Sampling()
+        body = {"model": self.model, "messages": list(messages), **self._parameters(sampling), **self.extra}
         if tools:
             body["tools"] = list(tools)
+        size, usage = len(json.dumps(body, ensure_ascii=False).encode()), None
+        ticket = ticket or RequestTicket()
+        ticket.tokens = round(size * self._tokens_per_byte)
+        reserved = self.meter.begin(size, sampling.max_tokens)
+        try:
+            reply = await self._reply(body, tools, ticket, listen)
+            usage = reply.usage
+            ticket.tokens = usage.prompt_tokens + usage.completion_tokens
+            self._tokens_per_byte = ticket.tokens / size
+        finally:
+            self.meter.end(reserved, size, usage)
+        return reply
+
+    async def _reply(
+        self, body: dict[str, Any], tools: Sequence[ToolSchema], ticket: RequestTicket, listen: PartListener | None
+    ) -> Reply:
         path = "/chat/completions"
         where = f"{self.url}{path}"
         with self._redact_errors():
             if listen is None:
-                response = await self._transport.call("POST", path, lambda: self.url, json=body)
-                return self._counted(read_reply(self._clean(response), where, tools))
+                response = await self._transport.call("POST", path, lambda: self.url, json=body, ticket=ticket)
+                return read_reply(self._clean(response), where, tools)
             body |= {"stream": True, "stream_options": {"include_usage": True}}
             events = ChatEventParser(where, listen)
-            async with aclosing(self._transport.lines(path, lambda: self.url, json=body)) as lines:
+            async with aclosing(self._transport.lines(path, lambda: self.url, json=body, ticket=ticket)) as lines:
                 async for line in lines:
                     events.feed(line)
-            return self._counted(read_reply(self._clean(events.merged(body)), where, tools))
-
-    def _counted(self, reply: Reply) -> Reply:
-        self.on_usage(reply.usage)
-        return reply
+            return read_reply(self._clean(events.merged(body)), where, tools)
 
     async def models(self) -> list[Mapping[str, Any]]:
         """Return the models that are served there."""

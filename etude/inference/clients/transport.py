@@ -11,8 +11,7 @@ import json as json_text
 import os
 import random
 import ssl
-import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -24,6 +23,7 @@ import aiohttp
 import certifi
 
 from etude.errors import EtudeError
+from etude.inference.clients.limiter import RequestLimiter, RequestTicket
 from etude.inference.generate_protocol import InvalidResponse
 
 RETRY_STATUSES = (429, 503)
@@ -61,41 +61,6 @@ class RetryPolicy:
         grown = min(self.max_delay, self.first_delay * 2.0**attempt)
         most = self.max_delay if self.max_retry_after is None else self.max_retry_after
         return max(grown * random.uniform(0.5, 1.0), min(retry_after, most))
-
-
-class RequestLimiter:
-    """Limits the requests to one server, retries included: evenly spaced, at most `per_minute` of them a minute.
-
-    `check` is called before each request, and raises to refuse it.
-    """
-
-    def __init__(
-        self,
-        per_minute: float | None = None,
-        check: Callable[[], None] = lambda: None,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-    ) -> None:
-        self.interval = 60.0 / per_minute if per_minute else 0.0
-        self.check, self._clock, self._sleep = check, clock, sleep
-        self._next_at = self._held_until = 0.0
-
-    async def acquire(self) -> None:
-        """Wait until the next request may be sent."""
-        self.check()
-        now = self._clock()
-        at = max(now, self._next_at, self._held_until)
-        self._next_at = at + self.interval
-        while at > now:
-            await self._sleep(at - now)
-            now = self._clock()
-            at = max(at, self._held_until)
-        self.check()
-
-    def hold(self, seconds: float) -> None:
-        """Send no request for so long."""
-        self._held_until = max(self._held_until, self._clock() + seconds)
 
 
 @dataclass(frozen=True)
@@ -159,14 +124,18 @@ class Transport:
         json: Any = None,
         content: bytes | None = None,
         params: dict[str, str] | None = None,
+        ticket: RequestTicket | None = None,
         on_failure: Callable[[str, bool], None] = lambda url, busy: None,
     ) -> Any:
-        """Return a server's JSON. `server` names one for each attempt; `on_failure` gets those that did not serve."""
+        """Return a server's JSON. `server` names one for each attempt; `on_failure` gets those that did not serve.
+
+        The limiter counts the tokens of the ticket, which records how long the request was held back.
+        """
         options: dict[str, Any] = {} if json is None else json_body(json)
         if content is not None:
             options = {"data": content, "headers": {"content-type": "application/octet-stream"}}
         options["params"] = params
-        response, where = await self._request(method, path, server, on_failure, options)
+        response, where = await self._request(method, path, server, on_failure, options, ticket)
         return parse_response(response, where)
 
     async def lines(
@@ -175,10 +144,11 @@ class Transport:
         server: Callable[[], str],
         *,
         json: Any,
+        ticket: RequestTicket | None = None,
         on_failure: Callable[[str, bool], None] = lambda url, busy: None,
     ) -> AsyncGenerator[bytes, None]:
         """Yield the lines of the response to a POST as they arrive. A response that has started is not retried."""
-        response, where = await self._request("POST", path, server, on_failure, json_body(json), stream=True)
+        response, where = await self._request("POST", path, server, on_failure, json_body(json), ticket, stream=True)
         try:
             if response.status >= 400:
                 raise error_from_response(await read_body(response), where)
@@ -201,15 +171,16 @@ class Transport:
         server: Callable[[], str],
         on_failure: Callable[[str, bool], None],
         options: dict[str, Any],
+        ticket: RequestTicket | None = None,
         stream: bool = False,
     ) -> tuple[HttpResponse, str]:
         """Return a response whose status needs no retry, and its request; with `stream`, without its body."""
-        attempt = 0
+        attempt, ticket = 0, ticket or RequestTicket()
         while True:
             url, retry_after = server(), 0.0
             where = f"{method} {url}{path}"
             if self.limiter is not None:
-                await self.limiter.acquire()
+                await self.limiter.acquire(ticket)
             try:
                 all_options = {"allow_redirects": False, **self._connection_options(url), **options}
                 raw = await self._session.request(method, f"{url}{path}", **all_options)
@@ -228,13 +199,16 @@ class Transport:
                 problem = ServerUnreachable(f"{where}: {describe_connection_error(error)}")
             except (aiohttp.ClientError, ValueError, OSError) as error:  # a bad URL, certificates that cannot be read
                 raise ServerUnreachable(f"{where}: {type(error).__name__}: {error}") from None
+            if self.limiter is not None:
+                self.limiter.refuse(ticket)
             attempt += 1
             if attempt >= self.retry.attempts:
                 raise problem
             delay = self.retry.delay(attempt - 1, retry_after)
             if self.limiter is not None and retry_after:
                 self.limiter.hold(delay)
-            await asyncio.sleep(delay)
+            with ticket.waiting():
+                await asyncio.sleep(delay)
 
 
 def read_retry_after(text: str) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from etude.errors import Interrupted
+from etude.errors import EtudeError, Interrupted
 from etude.system.terminal import Console
 
 if TYPE_CHECKING:
@@ -72,10 +73,27 @@ def generate(
         raise Interrupted("interrupted; run the same command again to resume") from None
     if as_json:
         print(json.dumps([asdict(row) for row in rows]))
-        return
-    print_yields(rows)
+    else:
+        print_yields(rows)
     made = sum(row.made for row in rows)
-    print(f"{out}: {made} tasks" + ("" if made >= count else f", {count} were requested"), file=sys.stderr)
+    if made < count:
+        raise EtudeError(describe_shortfall(out, rows, count))
+    print(f"{out}: {made} tasks", file=sys.stderr)
+
+
+def describe_shortfall(out: Path, rows: list[GeneratorYield], count: int) -> str:
+    """Return how many tasks were possible, why there are no more, and what to do."""
+    made, tried = sum(row.made for row in rows), sum(row.tried for row in rows)
+    reasons = sum((Counter(row.reasons) for row in rows), Counter[str]())
+    why = ", ".join(f"{reason} {number}" for reason, number in reasons.most_common())
+    none = ", ".join(row.generator for row in rows if not row.tried)
+    return (
+        f"{out}: {made} of {count} tasks, and no generator has another candidate: {tried} were tried"
+        + (f", and rejected because of {why}" if why else "")
+        + (f"; nothing to try for {none}" if none else "")
+        + f". The {made} tasks are kept. Name further repositories in the same command, or another --seed, or use "
+        f"--count {made}; docs/tasks-generators.md has the reasons"
+    )
 
 
 def print_yields(rows: list[GeneratorYield]) -> None:

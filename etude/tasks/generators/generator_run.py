@@ -21,6 +21,7 @@ from pathlib import Path
 from etude.errors import EtudeError, InputError
 from etude.pods.fleet import Fleet
 from etude.pods.pod import PodError
+from etude.system.progress import time_left
 from etude.tasks.base_images import HostSettings
 from etude.tasks.generators.candidate import CandidateRejected, Generator, TaskCandidate
 from etude.tasks.generators.executor import ExecutionFailed, ExecutionResult, RepositoryExecutor, open_executor
@@ -36,6 +37,7 @@ from etude.tasks.validate import validate
 WORK_DIR = ".generate"  # in the output directory: journals, wheels, and tasks under validation
 CANDIDATES_PER_TASK = 8  # a generator run gives up after this many candidates per requested task
 RERUNS = 3
+SHOWN_REASONS = 3  # in the progress line
 ProgressCallback = Callable[[int, int, str], None]
 
 
@@ -64,9 +66,11 @@ class GeneratorRun:
     target_count: int = 0
     tried: int = 0
     made: int = 0
+    fresh: int = 0  # of those made, not in the journal of an earlier run
     exhausted: bool = False
     families: Counter[str] = field(default_factory=Counter)
     sites: set[str] = field(default_factory=set)
+    reasons: Counter[str] = field(default_factory=Counter)  # of rejected candidates
 
     @property
     def name(self) -> str:
@@ -135,7 +139,7 @@ async def _generate_all(
     progress: ProgressCallback,
 ) -> None:
     """Give every run its share of the tasks; redistribute the rest of exhausted runs to the others."""
-    missing = options.count
+    missing, started = options.count, time.monotonic()
     while missing > 0:
         active = [run for run in runs if not run.exhausted]
         if not active:
@@ -144,12 +148,26 @@ async def _generate_all(
             run.target_count += share
 
         def report_progress() -> None:
-            progress(sum(run.made for run in runs), options.count, "")
+            made, fresh = sum(run.made for run in runs), sum(run.fresh for run in runs)
+            left = time_left(fresh, options.count - made, time.monotonic() - started)
+            progress(made, options.count, ", ".join(filter(None, [left, progress_note(runs)])))
 
         async with asyncio.TaskGroup() as group:
             for run in active:
                 group.create_task(_run_generator(fleet, run, options, host_settings, pod_slots, report_progress))
         missing = options.count - sum(run.made for run in runs)
+
+
+def progress_note(runs: Sequence[GeneratorRun]) -> str:
+    """Return how many candidates were tried, and the most frequent reasons why they were rejected."""
+    reasons = Counter[str]()
+    for run in runs:
+        reasons += run.reasons
+    words = [f"{sum(run.tried for run in runs)} tried"]
+    words += [f"{reason} {count}" for reason, count in reasons.most_common(SHOWN_REASONS)]
+    if len(done := [run for run in runs if run.exhausted]) > 0:
+        words.append(f"{len(done)} of {len(runs)} generators have no more candidates")
+    return ", ".join(words)
 
 
 def split_by_weight(count: int, weights: Sequence[float]) -> list[int]:
@@ -188,10 +206,13 @@ async def _run_generator(
             if entry is None or (entry.task and not (options.out / entry.task).is_dir()):
                 entry = await _evaluate_candidate(fleet, run, candidate, options, host_settings)
                 run.journal.add(entry)
+                run.fresh += bool(entry.task)
         run.tried += 1
         if entry.task:
             run.made += 1
             run.families[candidate.family] += 1
+        else:
+            run.reasons[entry.reason] += 1
         report_progress()
 
 

@@ -5,6 +5,7 @@ This module only reads; no code of a repository is ever run on the host.
 
 import configparser
 import hashlib
+import os
 import re
 import shlex
 import tarfile
@@ -17,6 +18,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from etude.errors import InputError
+from etude.system.git import run_git
+from etude.tasks.generators.version_files import UNKNOWN_VERSION, add_version_files, tagged_version
 
 MAX_FILE_BYTES = 512 << 10  # larger files are images and data that no task is about
 MAX_TOTAL_BYTES = 64 << 20
@@ -90,21 +93,26 @@ class RepositorySource:
 def read_source(given: Path | str) -> RepositorySource:
     """Read the repository in a directory or a source archive."""
     path = Path(given)
+    version = ""
     if path.is_dir():
         raw = dict(_read_directory(path))
+        version = tagged_version(path) if (path / ".git").exists() else ""
     elif path.is_file() and path.name.endswith(ARCHIVES):
         raw = dict(_read_archive(path))
     else:
         raise InputError(f"{path}: expected a directory or a source archive ({', '.join(ARCHIVES)})")
-    return make_source(raw, path.name.removesuffix(next((end for end in ARCHIVES if path.name.endswith(end)), "")))
+    fallback = path.resolve().name.removesuffix(next((end for end in ARCHIVES if path.name.endswith(end)), ""))
+    return make_source(raw, fallback, version)
 
 
-def make_source(raw: Mapping[str, bytes], fallback: str = "repository") -> RepositorySource:
-    """Build the source from its files; `fallback` is its name if the metadata has none."""
+def make_source(raw: Mapping[str, bytes], fallback: str = "repository", tagged: str = "") -> RepositorySource:
+    """Build the source from its files; `fallback` is its name if the metadata has none, `tagged` the version of git."""
     files = without_build_products(raw)
     project = read_toml(files.get("pyproject.toml"), "pyproject.toml")
+    if "PKG-INFO" not in raw:
+        add_version_files(files, project, tagged)
     project_table = project.get("project", {})
-    name, version = _identity(project_table, raw.get("PKG-INFO", b""), fallback)
+    name, version = _identity(project_table, raw.get("PKG-INFO", b""), fallback, tagged)
     if "PKG-INFO" in raw:  # the archive's PKG-INFO repeats the README; build backends read the version from it
         files["PKG-INFO"] = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n".encode()
     roots = _roots(files)
@@ -137,10 +145,21 @@ def make_source(raw: Mapping[str, bytes], fallback: str = "repository") -> Repos
 
 
 def _read_directory(top: Path) -> Iterator[tuple[str, bytes]]:
-    for path in sorted(top.rglob("*")):
+    """Yield the files of a directory; of a git checkout those that git tracks or does not ignore."""
+    total = 0
+    if (top / ".git").exists():  # ignored files are products, local settings and secrets
+        listed = run_git(top, "ls-files", "-z", "-co", "--exclude-standard").split(b"\0")
+        paths = sorted({top / os.fsdecode(name) for name in listed if name})
+    else:
+        paths = sorted(top.rglob("*"))
+    for path in paths:
         inside = path.relative_to(top).as_posix()
         plain = not LEAKING_PATHS.search(inside) and not path.is_symlink() and path.is_file()
         if plain and path.stat().st_size <= MAX_FILE_BYTES:
+            total += path.stat().st_size
+            if total > MAX_TOTAL_BYTES:
+                limit = f"{MAX_TOTAL_BYTES >> 20} MiB"
+                raise InputError(f"{top}: more than {limit} of files; expected the repository of one package")
             yield inside, path.read_bytes()
 
 
@@ -217,11 +236,13 @@ def read_toml(data: bytes | None, name: str) -> dict[str, Any]:
         raise InputError(f"{name}: cannot be read ({error})") from None
 
 
-def _identity(project_table: Mapping[str, Any], info: bytes, fallback: str) -> tuple[str, str]:
+def _identity(project_table: Mapping[str, Any], info: bytes, fallback: str, tagged: str) -> tuple[str, str]:
     headers = dict(re.findall(r"^(Name|Version): *(\S+)", info.decode("utf-8", "replace"), re.MULTILINE))
     guess = re.fullmatch(r"(.+?)-(\d[^-]*)", fallback)
     name = project_table.get("name") or headers.get("Name") or (guess[1] if guess else fallback)
-    version = project_table.get("version") or headers.get("Version") or (guess[2] if guess else "0")
+    version = (
+        project_table.get("version") or headers.get("Version") or tagged or (guess[2] if guess else UNKNOWN_VERSION)
+    )
     return re.sub(r"[^a-z0-9]+", "-", str(name).lower()).strip("-"), str(version)
 
 
