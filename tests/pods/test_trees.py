@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -73,6 +74,16 @@ def test_deletion_never_leaves_a_tree_that_changes_under_it(tmp_path: Path) -> N
         trees.remove_tree(top)
         assert not top.exists()
     assert (victim / "d/file").read_text() == "x"
+
+
+def test_concurrent_deletions_of_one_tree_do_not_disturb_each_other(tmp_path: Path) -> None:
+    for _ in range(20):
+        for number in range(60):
+            (tmp_path / f"top/{number % 6}/{number}/a/b").mkdir(parents=True)
+            (tmp_path / f"top/{number % 6}/{number}/a/b/file").write_text("x")
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(trees.remove_tree, [tmp_path / "top"] * 4))
+        assert not (tmp_path / "top").exists()
 
 
 def test_deletion_stops_where_something_is_mounted(tmp_path: Path) -> None:

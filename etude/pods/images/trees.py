@@ -93,13 +93,13 @@ def remove_tree(path: Path) -> None:
     with suppress(FileNotFoundError), _opened(path.parent, os.O_PATH | os.O_DIRECTORY) as parent:
         if _unlinked(parent, path.name):
             return
-        top, moved = _open_to_empty(parent, path.name), 0
+        top = _open_to_empty(parent, path.name)
         try:
             while names := os.listdir(top):
                 for child in names:
                     # if it changes meanwhile, the loop around this one tries again
                     with suppress(FileNotFoundError, NotADirectoryError):
-                        moved += _empty_directory(top, child, moved)
+                        _empty_directory(top, child)
         finally:
             os.close(top)
         os.rmdir(path.name, dir_fd=parent)
@@ -115,17 +115,16 @@ def _opened(path: str | Path, flags: int, mode: int = 0o600) -> Iterator[int]:
         os.close(handle)
 
 
-def _empty_directory(top: int, name: str, moved: int) -> int:
-    """Remove `name`; if it is a directory, first move the directories in it up into `top`, and return their number."""
+def _empty_directory(top: int, name: str) -> None:
+    """Remove `name`; if it is a directory, first move the directories in it up into `top`."""
     if _unlinked(top, name):
-        return 0
-    directory, count = _open_to_empty(top, name), 0
+        return
+    directory = _open_to_empty(top, name)
     try:
         for child in os.listdir(directory):
             if not _unlinked(directory, child):
                 os.close(_open_to_empty(directory, child))  # to move a directory is to write to it
-                count += 1
-                new_name = f".moved-{moved + count}-{os.getpid()}"
+                new_name = f".moved-{next(_moved)}-{os.getpid()}"
                 os.rename(child, new_name, src_dir_fd=directory, dst_dir_fd=top)
     finally:
         os.close(directory)
@@ -134,7 +133,9 @@ def _empty_directory(top: int, name: str, moved: int) -> int:
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
-    return count
+
+
+_moved = itertools.count()  # shared by all deletions of this process, which may be of the same tree
 
 
 def _unlinked(parent: int, name: str) -> bool:
