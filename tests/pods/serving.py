@@ -26,7 +26,14 @@ from etude.pods.runtime.probe import probe
 
 ROOT = Path(__file__).parent.parent.parent
 TOKEN = "a-token-for-tests-0123456789"
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200", "NO_COLOR": "1", "ETUDE_PODS_TOKEN": TOKEN}
+PATHS = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]  # an ordinary user's tests have our packages there
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": os.pathsep.join(PATHS),
+    "COLUMNS": "200",
+    "NO_COLOR": "1",
+    "ETUDE_PODS_TOKEN": TOKEN,
+}
 T = TypeVar("T")
 
 

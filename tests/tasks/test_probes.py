@@ -61,7 +61,8 @@ def pytest_runtest_logreport(report):
 def statuses(directory: Path, run: list[str]) -> dict[str, str]:
     """Run pytest on tests of a directory; return the outcome of each."""
     (directory / "conftest.py").write_text(REPORT)
-    env = {**os.environ, "PYTHONPATH": str(directory), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    path = os.pathsep.join([str(directory), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {**os.environ, "PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     command = [sys.executable, "-B", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir=.", *run]
     subprocess.run(command, cwd=directory, env=env, capture_output=True)
     return dict(map(json.loads, (directory / "statuses.jsonl").read_text().splitlines()))
