@@ -47,12 +47,12 @@ DRIVER_SETTINGS = {
 DIFF_COMMANDS = ("diff", "log", "show")
 
 
-def run_git(repository: Path, *arguments: str, timeout: float = TIMEOUT_S) -> bytes:
+def run_git(repository: Path, *arguments: str, timeout: float = TIMEOUT_S, stdin: bytes = b"") -> bytes:
     """Return the output of a git command in a repository; InputError with git's words if it fails."""
     try:
         environment = git_environment(repository)
         command = git_command(repository, *arguments)
-        done = subprocess.run(command, capture_output=True, env=environment, timeout=timeout)
+        done = subprocess.run(command, input=stdin, capture_output=True, env=environment, timeout=timeout)
     except FileNotFoundError:
         raise InputError(f"{repository} is a git repository, but git is not installed; install it") from None
     except subprocess.TimeoutExpired:
