@@ -1,0 +1,342 @@
+"""Build a benchmark from the history of a repository: changes newest first, each a validated task or a reason.
+
+The journal has one line per change; a stopped build resumes from it. Nothing of the repository runs outside pods.
+"""
+
+import asyncio
+import os
+import random
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from etude.errors import EtudeError, InputError
+from etude.pods.fleet import Fleet
+from etude.pods.pod import PodError
+from etude.tasks.base_images import HostSettings
+from etude.tasks.generators.candidate import CandidateRejected
+from etude.tasks.generators.executor import ExecutionFailed, ExecutionResult
+from etude.tasks.generators.journal import Journal, JournalEntry
+from etude.tasks.harbor import write_task
+from etude.tasks.installation.result import InstallationFailed
+from etude.tasks.mining.classify import (
+    ChangeParts,
+    MiningLimits,
+    added_lines,
+    category_of,
+    reason_of_files,
+    reason_of_message,
+    split_parts,
+)
+from etude.tasks.mining.duplicates import ChangeFingerprint, fingerprint
+from etude.tasks.mining.environments import ARCHIVE, CommitEnvironment, EnvironmentPool, Installer
+from etude.tasks.mining.evidence import RUNS, TestEvidence, compare_runs, graded_files, kept_tests
+from etude.tasks.mining.history import History, HistoryCommit
+from etude.tasks.mining.interface import HiddenName, InterfaceNotes, find_interface, new_definitions
+from etude.tasks.mining.mess import LogKind, PastedLog, make_log
+from etude.tasks.mining.mined_task import MinedTask, mined_task_files
+from etude.tasks.mining.mutations import mutations_of
+from etude.tasks.mining.requests import MinedRequest, behaviours_of, choose_request, clean_subject, full_request
+from etude.tasks.mining.session_logs import SessionLog, session_of_change
+from etude.tasks.mining.suites import CommandSuite, PytestSuite, UnsupportedSuite, open_suite
+from etude.tasks.validate import RERUNS, validate
+
+WORK_DIR = ".build"  # in the output directory: journal, environments, tasks before the split
+SUITE_TIMEOUT_S = 300.0
+MUTATION_TIMEOUT_S = 60.0
+ProgressCallback = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True)
+class MiningOptions:
+    """How many tasks to mine, from which changes, and how they ask."""
+
+    out: Path
+    count: int = 50
+    since: str = ""  # ISO date; older changes are not looked at
+    limit_commits: int | None = None
+    limits: MiningLimits = MiningLimits()
+    prompts: str = "terse"  # or "full"
+    logs: bool = False
+    jobs: int = 2
+    reruns: int = RERUNS
+    issues: Mapping[str, str] = field(default_factory=dict)  # number -> text
+    sessions: Sequence[SessionLog] = ()
+
+    @property
+    def work_dir(self) -> Path:
+        return self.out / WORK_DIR
+
+
+@dataclass
+class MiningState:
+    """What a build knows while it runs."""
+
+    fleet: Fleet
+    history: History
+    options: MiningOptions
+    pool: EnvironmentPool
+    host_settings: HostSettings
+    journal: Journal
+    fingerprints: dict[str, ChangeFingerprint] = field(default_factory=dict)  # by task name
+
+    @property
+    def made(self) -> list[str]:
+        return [entry.task for entry in self.journal.entries.values() if entry.task]
+
+
+async def mine(
+    fleet: Fleet,
+    history: History,
+    options: MiningOptions,
+    install: Installer,
+    host_settings: HostSettings,
+    progress: ProgressCallback = lambda done, total, text: None,
+) -> Journal:
+    """Make tasks of changes, newest first, until there are `count`; return the journal of all changes looked at."""
+    commits = selected_commits(history, options)
+    work = options.work_dir
+    pool = EnvironmentPool(fleet, history.root, work / "environments", install, host_settings)
+    journal = Journal.open(work / "journal.jsonl", "history")
+    state = MiningState(fleet, history, options, pool, host_settings, journal)
+    entries = iter(enumerate(commits, 1))
+    lock = asyncio.Lock()
+
+    async def worker() -> None:
+        while len(state.made) < options.count:
+            async with lock:
+                number, commit = next(entries, (0, None))
+                if commit is None:
+                    return
+                progress(len(state.made), options.count, f"{number} of {len(commits)} changes, {commit.id[:8]}")
+                candidate = await asyncio.to_thread(_screen, state, commit)
+            if candidate is not None:
+                await _evaluate(state, candidate)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(options.jobs):
+            group.create_task(worker())
+    progress(min(len(state.made), options.count), options.count, "")
+    return journal
+
+
+def selected_commits(history: History, options: MiningOptions) -> list[HistoryCommit]:
+    """Return the changes to look at, newest first."""
+    commits = history.commits()
+    if options.since:
+        commits = [commit for commit in commits if commit.date[: len(options.since)] >= options.since]
+    return commits[: options.limit_commits]
+
+
+@dataclass(frozen=True)
+class ScreenedChange:
+    """A change that passed all filters that need no pod."""
+
+    commit: HistoryCommit
+    parts: ChangeParts
+    request: MinedRequest
+    started: float
+
+
+def _screen(state: MiningState, commit: HistoryCommit) -> ScreenedChange | None:
+    """Return a change worth trying; otherwise record why not. Known changes are not looked at again."""
+    known = state.journal.get(commit.id)
+    options, started = state.options, time.monotonic()
+    if known is not None and (known.reason or (options.work_dir / "tasks" / known.task).is_dir()):
+        return None
+    reason, detail = reason_of_message(commit), ""
+    if not reason:
+        files = state.history.differences(commit)
+        reason = reason_of_files(files, options.limits)
+        if not reason:
+            parts = split_parts(files)
+            session = session_of_change(parts, options.sessions)
+            request = choose_request(commit, added_lines(parts.source), options.issues, session)
+            own = fingerprint(parts)
+            twin = next((name for name, each in state.fingerprints.items() if each.resembles(own)), "")
+            if request is None:
+                reason = "vague"
+            elif twin:
+                reason, detail = "duplicate", twin
+            else:
+                return ScreenedChange(commit, parts, request, started)
+    _record(state, commit, "", reason, detail or commit.subject, started)
+    return None
+
+
+def _record(state: MiningState, commit: HistoryCommit, task: str, reason: str, detail: str, started: float) -> None:
+    seconds = round(time.monotonic() - started, 3)
+    state.journal.add(JournalEntry(commit.id, commit.date, task, reason, detail[-1000:], seconds, seconds))
+
+
+async def _evaluate(state: MiningState, change: ScreenedChange) -> None:
+    """Try a change in pods and record its fate."""
+    name = f"{state.history.name}-{change.commit.id[:10]}"
+    task, reason, detail = "", "", ""
+    try:
+        await _make_task(state, change, name)
+        task = name
+        state.fingerprints[name] = fingerprint(change.parts)
+    except CandidateRejected as rejected:
+        reason, detail = rejected.reason, rejected.detail
+    except InstallationFailed as failed:
+        reason, detail = f"install-{failed.reason}", str(failed)
+    except UnsupportedSuite as error:
+        reason, detail = "unsupported-tests", str(error)
+    except (ExecutionFailed, PodError, InputError) as error:
+        reason, detail = "trial-failed", str(error)
+    _record(state, change.commit, task, reason, detail, change.started)
+
+
+async def _make_task(state: MiningState, change: ScreenedChange, name: str) -> None:
+    """Write and validate the task of a change; raise CandidateRejected with a reason."""
+    commit, parts = change.commit, change.parts
+    environment = await state.pool.of_commit(commit.parents[0])
+    notes = _interface(change, environment)
+    after = {**environment.files, **_present(parts.solution), **_present(parts.test_changes)}
+    for path in (path for path, data in {**parts.solution, **parts.test_changes}.items() if data is None):
+        after.pop(path, None)
+    async with open_suite(state.fleet, environment, after) as suite:
+        evidence, failing = await _run_tests(suite, change)
+        tried, noticed, ignored = await _try_mutations(suite, change, evidence)
+        if tried and not noticed:
+            raise CandidateRejected("unnoticed", f"none of {tried} mutations of the reference fails a test: {ignored[:3]}")
+        log = make_log(evidence, failing, commit.id, environment.files) if state.options.logs else None
+        task = MinedTask(
+            name=name,
+            commit=commit,
+            category=category_of(clean_subject(commit.message[0]) or commit.subject, parts),
+            parts=parts,
+            environment=environment,
+            evidence=evidence,
+            instruction=_instruction(state.options, change, notes, evidence, log),
+            request_source="full" if state.options.prompts == "full" else change.request.source,
+            tried_mutations=tried,
+            noticed_mutations=noticed,
+            extra_files=log.files if log else {},
+            log=log.kind if log else "",
+        )
+        files = await asyncio.to_thread(mined_task_files, task, suite)
+    await _write_and_validate(state, name, files, environment)
+
+
+def _present(changes: Mapping[str, bytes | None]) -> dict[str, bytes]:
+    return {path: data for path, data in changes.items() if data is not None}
+
+
+def _interface(change: ScreenedChange, environment: CommitEnvironment) -> InterfaceNotes:
+    try:
+        return find_interface(change.parts, environment.files, change.request.text)
+    except HiddenName as error:
+        raise CandidateRejected("hidden-name", str(error)) from None
+
+
+def _instruction(
+    options: MiningOptions,
+    change: ScreenedChange,
+    notes: InterfaceNotes,
+    evidence: TestEvidence,
+    log: PastedLog | None,
+) -> str:
+    text = change.request.text
+    if options.prompts == "full":
+        source = change.parts.source
+        new = dict.fromkeys(each.line for file in source for each in new_definitions(file) if each.kind == "definition")
+        files = [file.path for file in source]
+        text = full_request(change.commit, files, list(new)[:20], behaviours_of(evidence.fail_to_pass), text)
+    return "\n\n".join(part for part in (text, log.note if log else "", notes.section) if part)
+
+
+# ------------------------------------------------------------------------------------------------- pods
+
+
+async def _run_tests(
+    suite: PytestSuite | CommandSuite, change: ScreenedChange
+) -> tuple[TestEvidence, ExecutionResult]:
+    """Run the tests three times before and after a change; return what they say, and a run before it."""
+    parts, rng = change.parts, random.Random(change.commit.id)
+    solved = {**parts.solution, **parts.test_changes}
+    changed = [file.path for file in parts.tests if file.path in suite.files]
+    if not changed:
+        raise CandidateRejected("no-tests", "the changed tests are no files that the test runner collects")
+    whole = await suite.run(solved, suite.files, timeout=SUITE_TIMEOUT_S)
+    if not whole.complete:
+        whole = await suite.run(solved, changed, timeout=SUITE_TIMEOUT_S)
+    if not whole.complete or not whole.tests:
+        raise CandidateRejected("suite-fails", whole.output[-800:] or "the tests did not finish")
+    files = graded_files(whole, changed, rng) if isinstance(suite, PytestSuite) else list(suite.files)
+    if not files:
+        raise CandidateRejected("suite-fails", f"no test of the changed files ran: {whole.output[-600:]}")
+    limit = 60.0 + 4 * whole.seconds
+    before = [await suite.run(parts.test_changes, files, timeout=limit)]
+    if all(before[0].status(test) == outcome.status for test, outcome in whole.tests.items() if _in(test, files)):
+        raise CandidateRejected("no-fail-to-pass", "the tests do the same before and after")
+    after = [await suite.run(solved, files, timeout=limit) for _ in range(RUNS)]
+    before += [await suite.run(parts.test_changes, files, timeout=limit) for _ in range(RUNS - 1)]
+    evidence = compare_runs(before, after)
+    if not evidence.fail_to_pass:
+        reason = "flaky" if evidence.flaky else "no-fail-to-pass"
+        failed = [test for test, outcome in after[0].tests.items() if outcome.status not in ("passed", "skipped")]
+        raise CandidateRejected(reason, f"flaky: {evidence.flaky[:3]}; failing after the change: {failed[:3]}")
+    if not evidence.pass_to_pass and not evidence.import_only:
+        raise CandidateRejected("no-pass-to-pass", "no test passes before and after")
+    return evidence, before[0]
+
+
+def _in(test: str, files: Sequence[str]) -> bool:
+    return "::" not in test or test.partition("::")[0] in files
+
+
+async def _try_mutations(
+    suite: PytestSuite | CommandSuite, change: ScreenedChange, evidence: TestEvidence
+) -> tuple[int, int, list[str]]:
+    """Return how many mutations of the reference were tried and noticed, and the names of the others."""
+    solved = {**change.parts.solution, **change.parts.test_changes}
+    kept = kept_tests(evidence, [file.path for file in change.parts.tests], random.Random(change.commit.id))
+    tests = [*evidence.fail_to_pass, *kept]
+    limit = MUTATION_TIMEOUT_S + 4 * evidence.seconds(tests)
+    tried, ignored = 0, []
+    for mutation in mutations_of(change.parts):
+        tried += 1
+        if mutation.sure:
+            continue
+        run = await suite.run({**solved, mutation.path: mutation.data}, tests, timeout=limit, until_failure=True)
+        if run.complete and all(run.status(test) == "passed" for test in tests):
+            ignored.append(mutation.name)
+    return tried, tried - len(ignored), ignored
+
+
+async def _write_and_validate(
+    state: MiningState, name: str, files: Mapping[str, str | bytes], environment: CommitEnvironment
+) -> None:
+    """Write a task, validate it, and keep it if it is admitted."""
+    work = state.options.work_dir
+    draft, target = work / "trying" / name, work / "tasks" / name
+    try:
+        await asyncio.to_thread(write_task, draft, files)
+        if environment.archive is not None:
+            _link(environment.archive, draft / "environment" / ARCHIVE)
+        report = await validate(state.fleet, draft, host_settings=state.host_settings, reruns=RERUNS)
+        if not report.admitted:
+            raise CandidateRejected(report.reasons[0].code, report.reasons[0].evidence)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if target.exists():
+            shutil.rmtree(target)
+        draft.rename(target)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _link(source: Path, target: Path) -> None:
+    """Hard-link the archive of an environment: tasks of the same environment share it on disk."""
+    try:
+        os.link(source, target)
+    except OSError as error:
+        raise EtudeError(
+            f"{target} cannot be a hard link: {error.strerror}; choose an output directory that supports them"
+        ) from None
+
+
+__all__ = ["LogKind", "MiningOptions", "mine"]
