@@ -209,8 +209,7 @@ async def open_executor(
             _stage_file(context / "repo", f"{WORKSPACE}/{path}", path, data) for path, data in source.files.items()
         ]
         copies += [
-            _stage_file(context / "trial", f"{PROGRAM_DIR}/{path}", path, data)
-            for path, data in pod_programs().items()
+            _stage_file(context / "trial", f"{PROGRAM_DIR}/{path}", path, data) for path, data in pod_programs().items()
         ]
         pod = await fleet.create(plan.image)
         try:

@@ -23,7 +23,6 @@ from etude.tasks.harbor import write_task
 from etude.tasks.installation.result import InstallationFailed
 from etude.tasks.mining.classify import (
     ChangeParts,
-    MiningLimits,
     added_lines,
     category_of,
     reason_of_files,
@@ -35,39 +34,18 @@ from etude.tasks.mining.environments import ARCHIVE, CommitEnvironment, Environm
 from etude.tasks.mining.evidence import RUNS, TestEvidence, compare_runs, graded_files, kept_tests
 from etude.tasks.mining.history import History, HistoryCommit
 from etude.tasks.mining.interface import HiddenName, InterfaceNotes, find_interface, new_definitions
-from etude.tasks.mining.mess import LogKind, PastedLog, make_log
+from etude.tasks.mining.mess import PastedLog, make_log
 from etude.tasks.mining.mined_task import MinedTask, mined_task_files
 from etude.tasks.mining.mutations import mutations_of
+from etude.tasks.mining.options import MiningOptions
 from etude.tasks.mining.requests import MinedRequest, behaviours_of, choose_request, clean_subject, full_request
-from etude.tasks.mining.session_logs import SessionLog, session_of_change
+from etude.tasks.mining.session_logs import session_of_change
 from etude.tasks.mining.suites import CommandSuite, PytestSuite, UnsupportedSuite, open_suite
-from etude.tasks.validate import RERUNS, validate
+from etude.tasks.validate import validate
 
-WORK_DIR = ".build"  # in the output directory: journal, environments, tasks before the split
 SUITE_TIMEOUT_S = 300.0
 MUTATION_TIMEOUT_S = 60.0
 ProgressCallback = Callable[[int, int, str], None]
-
-
-@dataclass(frozen=True)
-class MiningOptions:
-    """How many tasks to mine, from which changes, and how they ask."""
-
-    out: Path
-    count: int = 50
-    since: str = ""  # ISO date; older changes are not looked at
-    limit_commits: int | None = None
-    limits: MiningLimits = MiningLimits()
-    prompts: str = "terse"  # or "full"
-    logs: bool = False
-    jobs: int = 2
-    reruns: int = RERUNS
-    issues: Mapping[str, str] = field(default_factory=dict)  # number -> text
-    sessions: Sequence[SessionLog] = ()
-
-    @property
-    def work_dir(self) -> Path:
-        return self.out / WORK_DIR
 
 
 @dataclass
@@ -101,6 +79,10 @@ async def mine(
     pool = EnvironmentPool(fleet, history.root, work / "environments", install, host_settings)
     journal = Journal.open(work / "journal.jsonl", "history")
     state = MiningState(fleet, history, options, pool, host_settings, journal)
+    for commit in commits:
+        if (known := journal.get(commit.id)) is not None and known.task:
+            files = await asyncio.to_thread(history.differences, commit)
+            state.fingerprints[known.task] = fingerprint(split_parts(files))
     entries = iter(enumerate(commits, 1))
     lock = asyncio.Lock()
 
@@ -202,7 +184,9 @@ async def _make_task(state: MiningState, change: ScreenedChange, name: str) -> N
         evidence, failing = await _run_tests(suite, change)
         tried, noticed, ignored = await _try_mutations(suite, change, evidence)
         if tried and not noticed:
-            raise CandidateRejected("unnoticed", f"none of {tried} mutations of the reference fails a test: {ignored[:3]}")
+            raise CandidateRejected(
+                "unnoticed", f"none of {tried} mutations of the reference fails a test: {ignored[:3]}"
+            )
         log = make_log(evidence, failing, commit.id, environment.files) if state.options.logs else None
         task = MinedTask(
             name=name,
@@ -252,9 +236,7 @@ def _instruction(
 # ------------------------------------------------------------------------------------------------- pods
 
 
-async def _run_tests(
-    suite: PytestSuite | CommandSuite, change: ScreenedChange
-) -> tuple[TestEvidence, ExecutionResult]:
+async def _run_tests(suite: PytestSuite | CommandSuite, change: ScreenedChange) -> tuple[TestEvidence, ExecutionResult]:
     """Run the tests three times before and after a change; return what they say, and a run before it."""
     parts, rng = change.parts, random.Random(change.commit.id)
     solved = {**parts.solution, **parts.test_changes}
@@ -318,7 +300,7 @@ async def _write_and_validate(
         await asyncio.to_thread(write_task, draft, files)
         if environment.archive is not None:
             _link(environment.archive, draft / "environment" / ARCHIVE)
-        report = await validate(state.fleet, draft, host_settings=state.host_settings, reruns=RERUNS)
+        report = await validate(state.fleet, draft, host_settings=state.host_settings, reruns=state.options.reruns)
         if not report.admitted:
             raise CandidateRejected(report.reasons[0].code, report.reasons[0].evidence)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -337,6 +319,3 @@ def _link(source: Path, target: Path) -> None:
         raise EtudeError(
             f"{target} cannot be a hard link: {error.strerror}; choose an output directory that supports them"
         ) from None
-
-
-__all__ = ["LogKind", "MiningOptions", "mine"]

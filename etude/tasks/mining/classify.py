@@ -1,4 +1,4 @@
-"""Decide whether a change can become a task: the reason to drop it, its parts, its size and its category. Pure functions.
+"""Decide whether a change can become a task: the reason to drop it, its parts, its size and its category.
 
 A change has a source part (code, documents, configuration), which is the reference solution, and a test part, which the
 verifier runs.
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 
 from etude.syntax import parse_tree
+from etude.tasks.generators.code import docstring_node
 from etude.tasks.mining.history import FileDifference, HistoryCommit
 from etude.tasks.task import Category
 
@@ -43,7 +44,22 @@ RELEASE = re.compile(
     re.I,
 )
 PYTHON = (".py", ".pyi", ".pyx")
-SOURCE_SUFFIXES = (*PYTHON, ".js", ".mjs", ".cjs", ".ts", ".mts", ".tsx", ".jsx", ".go", ".rs", ".c", ".h", ".java", ".rb")
+SOURCE_SUFFIXES = (
+    *PYTHON,
+    ".js",
+    ".mjs",
+    ".cjs",
+    ".ts",
+    ".mts",
+    ".tsx",
+    ".jsx",
+    ".go",
+    ".rs",
+    ".c",
+    ".h",
+    ".java",
+    ".rb",
+)
 TEST_PATH = re.compile(
     r"(^|/)(tests?|__tests__|testing|spec)/|(^|/)(test_[^/]*|[^/]*_tests?|conftest|tests?)\.py$"
     r"|[._-](test|spec|test-d)\.[cm]?[jt]sx?$|(^|/)tests?\.[cm]?[jt]sx?$|_test\.go$"
@@ -114,7 +130,9 @@ def split_parts(files: Sequence[FileDifference]) -> ChangeParts:
     """Separate the tests of a change from its source and its other files; lock files and links are left out."""
     kept = [file for file in files if file.mode.startswith("100") and not re.search(r"\.lock$|-lock\.", file.path)]
     tests = [file for file in kept if is_test_path(file.path)]
-    source = [file for file in kept if is_source_path(file.path) and not is_vendored(file.path) and not is_generated(file)]
+    source = [
+        file for file in kept if is_source_path(file.path) and not is_vendored(file.path) and not is_generated(file)
+    ]
     chosen = {file.path for file in (*tests, *source)}
     return ChangeParts(tuple(source), tuple(tests), tuple(file for file in kept if file.path not in chosen))
 
@@ -144,7 +162,9 @@ def reason_of_files(files: Sequence[FileDifference], limits: MiningLimits) -> st
         code = [file for file in files if is_source_path(file.path)]
         if code and all(is_vendored(file.path) for file in code):
             return "vendored"
-        return "generated" if code and all(is_generated(file) or is_vendored(file.path) for file in code) else "no-source"
+        return (
+            "generated" if code and all(is_generated(file) or is_vendored(file.path) for file in code) else "no-source"
+        )
     if all(same_code(file) for file in parts.source):
         return "formatting"
     code = [file for file in parts.tests if file.path.endswith(SOURCE_SUFFIXES) and file.after is not None]
@@ -186,10 +206,8 @@ def code_dump(data: bytes) -> str:
     """Return the syntax tree of Python code as text, without docstrings; raise SyntaxError if it is none."""
     tree = parse_tree(data)
     for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        if isinstance(body, list) and body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
-            if isinstance(body[0].value.value, str):
-                body[0].value.value = ""
+        if (documented := docstring_node(node)) is not None:
+            documented.value = ast.Constant("")
     return ast.dump(tree)
 
 
@@ -218,7 +236,10 @@ def added_lines(files: Sequence[FileDifference]) -> list[str]:
 _CATEGORY_WORDS: tuple[tuple[Category, str], ...] = (
     ("migration", r"drop(ped)? support|deprecat|migrat|port(ed)? to|moderni[sz]e|switch(ed)? (from|to)|python ?[23]\b"),
     ("debugging", r"fix(e[sd])?\b|bug|regression|crash|wrong|incorrect|broken|error when|handle|prevent|avoid|correct"),
-    ("refactor", r"refactor|renam|mov(e|ed) |simplif|clean ?up|extract|split|rewrite|reorgani|dedup|speed|optimi[sz]|perf"),
+    (
+        "refactor",
+        r"refactor|renam|mov(e|ed) |simplif|clean ?up|extract|split|rewrite|reorgani|dedup|speed|optimi[sz]|perf",
+    ),
     ("feature", r"add(s|ed)?\b|support|implement|introduce|allow|new\b|feat|enable|expose|accept|option"),
 )
 _PREFIXES: dict[str, Category] = {"fix": "debugging", "feat": "feature", "refactor": "refactor", "perf": "refactor"}

@@ -44,6 +44,8 @@ def command_verifier_files(installation: Installation, tests: Sequence[str], sui
         "tests/test.sh": script,
         "tests/judge.py": _JUDGE,
         "tests/expected_tests.json": json.dumps(expected) + "\n",
-        **{f"tests/program/{path}": text for path, text in source_files(MODULES[0] + ":tap_statuses", *MODULES).items()},
+        **{
+            f"tests/program/{path}": text for path, text in source_files(MODULES[0] + ":tap_statuses", *MODULES).items()
+        },
         **{f"tests/suite/{path}": data for path, data in suite.items()},
     }

@@ -19,6 +19,7 @@ from etude.pods.fleet import Fleet
 from etude.pods.images.archive import pack
 from etude.pods.images.records import Image
 from etude.tasks.base_images import HostSettings, resolve_base_image
+from etude.tasks.generators.image import EXCLUDED_BINDS
 from etude.tasks.installation.dependencies import dependency_digest
 from etude.tasks.installation.result import Installation, InstallationFailed, load_installation, save_installation
 from etude.tasks.installation.snapshot import RepositorySnapshot, checkout
@@ -57,7 +58,11 @@ class CommitEnvironment:
             lines.append(f"ADD {ARCHIVE} /")
         if self.removed:
             lines.append("RUN rm -rf " + " ".join(f"'{path}'" for path in self.removed))
-        env = {**self.env, **({"PYTHONPATH": python_path, "PYTHONDONTWRITEBYTECODE": "1"} if python_path else {}), "CI": "true"}
+        env = {
+            **self.env,
+            **({"PYTHONPATH": python_path, "PYTHONDONTWRITEBYTECODE": "1"} if python_path else {}),
+            "CI": "true",
+        }
         lines.append("ENV " + " ".join(f"{key}={json.dumps(value)}" for key, value in sorted(env.items())))
         workspace = self.installation.workspace
         return "\n".join([*lines, f"WORKDIR {workspace}", f"COPY repo/ {workspace}/", ""])
@@ -116,8 +121,11 @@ class EnvironmentPool:
         base = await resolve_base_image(self.fleet, installation.base, self.host_settings, installation.repository)
         name = installation.base
         if full.layers[: len(base.layers)] != base.layers:
-            base, name = await resolve_base_image(self.fleet, "host", self.host_settings, installation.repository), "host"
-        if not set(full.binds) <= set(base.binds):
+            base, name = (
+                await resolve_base_image(self.fleet, "host", self.host_settings, installation.repository),
+                "host",
+            )
+        if not set(full.binds) <= {*base.binds, *EXCLUDED_BINDS}:
             raise InstallationFailed("build", f"{snapshot.label}: its image binds {set(full.binds) - set(base.binds)}")
         archive = self.directory / digest / ARCHIVE
         added = full.layers[len(base.layers) :]
@@ -126,7 +134,9 @@ class EnvironmentPool:
         has_archive = archive if archive.exists() and archive.stat().st_size else None
         return CommitEnvironment(installation, snapshot, image, name, env, has_archive, removed)
 
-    def _write_archive(self, archive: Path, added: tuple[object, ...], base: Image, tracked: set[str]) -> tuple[str, ...]:
+    def _write_archive(
+        self, archive: Path, added: tuple[object, ...], base: Image, tracked: set[str]
+    ) -> tuple[str, ...]:
         """Write what layers add to the base, once; return the paths of the base that they remove."""
         note = archive.with_suffix(".json")
         if note.exists():
@@ -160,6 +170,8 @@ def filter_archive(raw: io.BytesIO, tracked: set[str]) -> tuple[bytes, list[str]
             in_work = name.startswith("work/")
             if name in ("", ".") or CACHES.search(f"{name}/") or (in_work and name.removeprefix("work/") in tracked):
                 continue
+            if member.isdir() and in_work:
+                continue  # made with the files in them
             if (in_work and "node_modules/" not in name and BUILD_PRODUCTS.search(name)) or name.endswith(".pyc"):
                 continue
             if member.type == tarfile.LNKTYPE and (member.linkname.startswith("work/") and not in_work):

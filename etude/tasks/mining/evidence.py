@@ -11,7 +11,9 @@ RUNS = 3  # before and after a change
 MAX_KEPT = 250  # tests that passed before and after, in a verifier
 OTHER_FILES, OTHER_TESTS, OTHER_SECONDS = 3, 60, 4.0  # of files that the change does not touch
 SLOW_TEST_S = 5.0
-IMPORT_ERROR = re.compile(r"ImportError|ModuleNotFoundError|cannot import name|No module named|SyntaxError|Cannot find module")
+IMPORT_ERROR = re.compile(
+    r"ImportError|ModuleNotFoundError|cannot import name|No module named|SyntaxError|Cannot find module"
+)
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,9 @@ class TestEvidence:
 def compare_runs(before: Sequence[ExecutionResult], after: Sequence[ExecutionResult]) -> TestEvidence:
     """Return the evidence of runs before and after a change. Tests whose status is not constant are flaky."""
     names = list(dict.fromkeys(test for run in (*after, *before) for test in run.tests))
-    flaky, fixed, kept = [], [], []
+    flaky: list[str] = []
+    fixed: list[str] = []
+    kept: list[str] = []
     for test in names:
         old, new = {run.status(test) for run in before}, {run.status(test) for run in after}
         if len(old) > 1 or len(new) > 1:

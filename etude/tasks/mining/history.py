@@ -1,7 +1,7 @@
 """Read the history of a git repository as changes, newest first.
 
-A change is a commit compared with its first parent. The merge of a pull request is one change, of all its commits; other
-merges are no change themselves, and the commits that they bring in are changes of their own.
+A change is a commit compared with its first parent. The merge of a pull request is one change, of all its commits;
+other merges are no change themselves, and the commits that they bring in are changes of their own.
 """
 
 import os
@@ -15,11 +15,7 @@ from etude.data.documents import is_bare
 from etude.errors import InputError
 from etude.system.git import run_git
 
-MAX_BLOB_BYTES = 2 << 20  # larger files are data that no task is about
-MAX_TREE_BYTES = 128 << 20
-LINK, SUBMODULE = "120000", "160000"  # git's file modes
 PULL_REQUEST = re.compile(r"Merge pull request #\d+ from |Merge branch '.*' into '.*'$|.*\(merge request !\d+\)$")
-MERGED_TITLE = re.compile(r"\n*(?P<title>[^\n]+)")
 _FIELDS = "%x1e%H%x1f%P%x1f%an%x1f%ae%x1f%cI%x1f%B"
 
 
@@ -91,7 +87,9 @@ class History:
         listed = run_git(self.root, "diff-tree", "-r", "-z", "--raw", "--no-renames", commit.parents[0], commit.id)
         fields = [os.fsdecode(part) for part in listed.split(b"\0")]
         entries = [(head.lstrip(":").split(), path) for head, path in zip(fields[::2], fields[1::2], strict=False)]
-        ids = [id for (old, new, *pair, _), _ in entries for mode, id in zip((old, new), pair, strict=True) if _plain(mode)]
+        ids = [
+            id for (old, new, *pair, _), _ in entries for mode, id in zip((old, new), pair, strict=True) if _plain(mode)
+        ]
         contents = self.read_objects(ids)
         return [
             FileDifference(
@@ -103,20 +101,10 @@ class History:
             for (old, new, *pair, _), path in entries
         ]
 
-    def files(self, commit: str) -> dict[str, bytes]:
-        """Return the regular files of a commit, without very large ones."""
-        entries = []
-        for line in run_git(self.root, "ls-tree", "-r", "-l", "-z", "--full-tree", commit).split(b"\0"):
-            header, _, path = line.partition(b"\t")
-            mode, _, id, size = header.decode().split() if line else ("", "", "", "")
-            if mode == SUBMODULE:
-                raise InputError(f"{self.root}: {os.fsdecode(path)} is a submodule; submodules are not supported")
-            if _plain(mode) and size.isdigit() and int(size) <= MAX_BLOB_BYTES:
-                entries.append((os.fsdecode(path), id, int(size)))
-        if sum(size for *_, size in entries) > MAX_TREE_BYTES:
-            raise InputError(f"{self.root}: commit {commit[:12]} has over {MAX_TREE_BYTES >> 20} MiB of files")
-        contents = self.read_objects([id for _, id, _ in entries])
-        return {path: contents[id] for path, id, _ in entries}
+    def paths(self) -> list[str]:
+        """Return the paths of the newest revision."""
+        listed = run_git(self.root, "ls-tree", "-r", "-z", "--name-only", "--full-tree", self.head)
+        return [os.fsdecode(path) for path in listed.split(b"\0") if path]
 
     def read_objects(self, ids: Sequence[str]) -> dict[str, bytes]:
         """Return the contents of blobs by id."""

@@ -15,7 +15,9 @@ WORD = re.compile(r"[A-Za-z_$][\w$]*")
 MAX_NOTES = 16  # a change with a larger interface is no request that a person would write
 MIN_TEXT = 3  # characters of a text that tests compare
 MAX_TEXT = 300
-DECLARATION = r"(?:function\*?|class|interface|type|const|let|var|get|set|async|static|readonly|public|func|fn|struct|enum|def)"
+DECLARATION = (
+    r"(?:function\*?|class|interface|type|const|let|var|get|set|async|static|readonly|public|func|fn|struct|enum|def)"
+)
 
 
 class HiddenName(Exception):
@@ -66,7 +68,9 @@ def find_interface(parts: ChangeParts, workspace: Mapping[str, bytes], request: 
     notes: dict[str, None] = {}
     for file in parts.source:
         for defined in new_definitions(file):
-            if defined.name in missing or (defined.name in asked and defined.name in used - known and _has_more(defined)):
+            if defined.name in missing or (
+                defined.name in asked and defined.name in used - known and _has_more(defined)
+            ):
                 notes[defined.line] = None
     notes.update(dict.fromkeys(_new_exports(parts, asked)))
     modules = {_module_word(file.path): file.path for file in parts.source if file.before is None}
@@ -123,12 +127,14 @@ def _in_body(body: Sequence[ast.stmt], owner: str) -> Iterator[DefinedName]:
             yield from (each for each in _in_body(node.body, f"{owner}{node.name}.") if each.kind == "parameter")
         elif isinstance(node, ast.ClassDef):
             bases = ", ".join(ast.unparse(base) for base in node.bases)
-            yield DefinedName(node.name, f"{owner}{node.name}({bases})" if bases else f"{owner}{node.name}", "definition")
+            yield DefinedName(
+                node.name, f"{owner}{node.name}({bases})" if bases else f"{owner}{node.name}", "definition"
+            )
             yield from _in_body(node.body, f"{owner}{node.name}.")
         elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            names = [name for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)]
-            yield from (DefinedName(name.id, f"{owner}{name.id}", "attribute") for name in names)
+            bound = [each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)]
+            yield from (DefinedName(name, f"{owner}{name}", "attribute") for name in bound)
         elif isinstance(node, ast.Import | ast.ImportFrom):
             names = [alias.asname or alias.name for alias in node.names]
             yield from (DefinedName(name, f"{owner}{name}", "import") for name in names)
@@ -212,7 +218,9 @@ def _strings(parts: ChangeParts) -> Iterator[str]:
         if file.after is None:
             continue
         if not file.path.endswith(".py"):
-            for found in re.finditer(r"'([^'\n]{2,})'|\"([^\"\n]{2,})\"|`([^`\n]{2,})`", "\n".join(added_lines([file]))):
+            for found in re.finditer(
+                r"'([^'\n]{2,})'|\"([^\"\n]{2,})\"|`([^`\n]{2,})`", "\n".join(added_lines([file]))
+            ):
                 yield next(group for group in found.groups() if group)
             continue
         try:

@@ -1,7 +1,7 @@
 """What a person pastes or points to: a traceback, the log of a CI job, or the log of a service with one cause.
 
-All are made from a failure that a test really had in the parent state. They show code of the product, types and messages
-of exceptions, and names of tests, never the text of a hidden test or the values that it compares.
+All are made from a failure that a test really had in the parent state. They show code of the product, types and
+messages of exceptions, and names of tests, never the text of a hidden test or the values that it compares.
 """
 
 import random
@@ -89,12 +89,17 @@ def _ci_log(failing: Mapping[str, TestOutcome], before: ExecutionResult, rng: ra
     lines += [f"FAILED {test} - {_kind_of(outcome)}" for test, outcome in failing.items()]
     counts = [outcome.status for outcome in before.tests.values()]
     passed, failed = counts.count("passed"), len(failing)
-    lines += [f"{failed} failed, {passed} passed in {before.seconds:.2f}s", "##[error]Process completed with exit code 1."]
+    lines += [
+        f"{failed} failed, {passed} passed in {before.seconds:.2f}s",
+        "##[error]Process completed with exit code 1.",
+    ]
     stamped = [
         f"{(start + timedelta(milliseconds=170 * number)).isoformat(timespec='milliseconds')} {line}"
         for number, line in enumerate(lines)
     ]
-    note = rng.choice((f"CI is red, see {CI_LOG}.", f"The log of the CI job is {CI_LOG}.", f"{CI_LOG} has the failing run."))
+    note = rng.choice(
+        (f"CI is red, see {CI_LOG}.", f"The log of the CI job is {CI_LOG}.", f"{CI_LOG} has the failing run.")
+    )
     return PastedLog("ci", note, {CI_LOG: ("\n".join(stamped) + "\n").encode()})
 
 

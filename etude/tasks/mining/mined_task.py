@@ -72,7 +72,9 @@ def is_kept(path: str) -> bool:
 def suite_of(files: Mapping[str, bytes], source: RepositorySource | None = None) -> dict[str, bytes]:
     """Return the tests and their helpers among files."""
     return {
-        path: data for path, data in files.items() if is_test_path(path) or (source is not None and source.is_test_path(path))
+        path: data
+        for path, data in files.items()
+        if is_test_path(path) or (source is not None and source.is_test_path(path))
     }
 
 

@@ -9,24 +9,30 @@ from etude.tasks.mining.history import HistoryCommit
 MAX_TERSE = 400  # characters; the median of requests in real sessions is 390
 MIN_WORDS = 3  # of a request
 MAX_COPIED_LINES = 2  # lines of the solution that a message may show
-TRAILER = re.compile(r"^[A-Z][A-Za-z-]*(-by|-To|-id|-Id|-in|-for|cc)?: .*(<.*>|https?://|#\d+|[0-9a-f]{7,40}).*$|^[A-Z][a-z]+(-[a-z]+)*-by: ")
+TRAILER = re.compile(
+    r"^[A-Z][A-Za-z-]*(-by|-To|-id|-Id|-in|-for|cc)?: .*(<.*>|https?://|#\d+|[0-9a-f]{7,40}).*$"
+    r"|^[A-Z][a-z]+(-[a-z]+)*-by: "
+)
 NUMBER = r"(?:[\w.-]+/[\w.-]+)?(?:#|GH-|gh-|bpo-|issue ?#?|PR ?#?)\d+"
 CLOSES = re.compile(
-    rf"\(?\b(?:clos(?:e[sd]?|ing)|fix(?:e[sd]|ing)?|resolv(?:e[sd]?|ing)|refs?|see(?: also)?|re|addresses|part of|for|from|in|via)"
-    rf":? {NUMBER}(?:(?:,| and) {NUMBER})*\)?[.:]?(?= |$)",
+    r"\(?\b(?:clos(?:e[sd]?|ing)|fix(?:e[sd]|ing)?|resolv(?:e[sd]?|ing)|refs?|see(?: also)?|re|addresses|part of"
+    rf"|for|from|in|via):? {NUMBER}(?:(?:,| and) {NUMBER})*\)?[.:]?(?= |$)",
     re.I,
 )
 REFERENCE = re.compile(rf"\(?{NUMBER}(?:(?:,| and|/) ?{NUMBER})*\)?:?(?!\w)", re.I)
 LINK = re.compile(r"<?https?://\S+/(?:pull|issues|commit|merge_requests|compare)/\S+>?")
 COMMIT_ID = re.compile(r"\b(?=[0-9a-f]*\d)(?=[0-9a-f]*[a-f])[0-9a-f]{7,40}\b")
-PREFIX = re.compile(r"^(?:\w+(?:\([^)]*\))?!?: +|\[[^\]]*\] *)")
 CONVENTIONAL = re.compile(r"^(feat|fix|refactor|perf|chore|test|docs|style|build|ci)(\([^)]*\))?!?: +", re.I)
+# subjects that do not say what to do
 VAGUE = re.compile(
-    r"(?:minor|small|some|more|further|misc\w*|various|tiny|final|last|initial|further|code|general)?[ -]*"
-    r"(?:and |& |, )?(?:changes (?:for|in) .*|(?:set|require|bump|upgrade|update) .*(?:version|dependenc|node|python).*|clean[ -]?ups?|fix(?:es)?|changes?|improvements?|tweaks?|updates?|corrections?|refactoring|wip|oops|typos?"
-    r"|work|stuff|nits?|polish(?:ing)?|(?:address|apply|respond to)\w* .*(?:review|feedback|comments?|suggestions?).*"
-    r"|(?:fix|update|add|improve|more|correct|adjust)\w* (?:\w+ )?(?:tests?|docs?|documentation|ci|lint\w*|mypy|coverage|readme|changelog|typing"
-    r"|formatting|flake8|ruff|black|build|types?|annotations?|imports?)(?: \w+)?)[.! ]*",
+    r"(?:minor|small|some|more|further|misc\w*|various|tiny|final|last|initial|code|general)?[ -]*(?:and |& |, )?"
+    r"(?:changes (?:for|in) .*|(?:set|require|bump|upgrade|update) .*(?:version|dependenc|node|python).*"
+    r"|clean[ -]?ups?|fix(?:es)?|changes?|improvements?|tweaks?|updates?|corrections?|refactoring|wip|oops|typos?"
+    r"|work|stuff|nits?|polish(?:ing)?"
+    r"|(?:address|apply|respond to)\w* .*(?:review|feedback|comments?|suggestions?).*"
+    r"|(?:fix|update|add|improve|more|correct|adjust)\w* (?:\w+ )?(?:tests?|docs?|documentation|ci|lint\w*|mypy"
+    r"|coverage|readme|changelog|typing|formatting|flake8|ruff|black|build|types?|annotations?"
+    r"|imports?)(?: \w+)?)[.! ]*",
     re.I,
 )
 
@@ -43,7 +49,7 @@ def issue_numbers(commit: HistoryCommit) -> list[str]:
     """Return the numbers of issues and pull requests that a commit mentions, those that it closes first."""
     text = f"{commit.subject}\n{commit.body}"
     closed = [number for found in CLOSES.finditer(text) for number in re.findall(r"\d+", found[0])]
-    return list(dict.fromkeys([*closed, *re.findall(rf"(?:#|GH-|gh-)(\d+)", text)]))
+    return list(dict.fromkeys([*closed, *re.findall(r"(?:#|GH-|gh-)(\d+)", text)]))
 
 
 def clean_text(text: str) -> str:
@@ -68,7 +74,10 @@ def clean_subject(subject: str) -> str:
 def is_vague(subject: str) -> bool:
     """Return whether a cleaned subject does not say what to do."""
     words = re.findall(r"[A-Za-z_][\w.]+", subject)
-    named = re.search(r"[a-z]_[a-z]|\w\(|`|[a-z][A-Z]|^(?i:add|drop|remove|support|implement|rename)\b", subject) is not None
+    named = (
+        re.search(r"[a-z]_[a-z]|\w\(|`|[a-z][A-Z]|^(?i:add|drop|remove|support|implement|rename)\b", subject)
+        is not None
+    )
     return VAGUE.fullmatch(subject) is not None or len(words) < MIN_WORDS - named
 
 

@@ -51,7 +51,9 @@ def _read(path: Path) -> Iterator[SessionLog]:
 
 def session_log(trajectory: Mapping[str, Any], path: str = "") -> SessionLog:
     """Return the first request of a trajectory, and the lines in its tool calls."""
-    steps = [step for step in trajectory.get("steps", ()) if isinstance(step, dict) and not step.get("is_copied_context")]
+    steps = [
+        step for step in trajectory.get("steps", ()) if isinstance(step, dict) and not step.get("is_copied_context")
+    ]
     requests = [_message(step) for step in steps if step.get("source") == "user"]
     written: set[str] = set()
     for step in steps:

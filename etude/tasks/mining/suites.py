@@ -1,7 +1,7 @@
-"""Run the tests of a commit in pods without a network: with pytest as the verifier will, or with the repository's command.
+"""Run the tests of a commit in pods without a network: as the verifier will, or with the repository's own command.
 
-    async with open_suite(fleet, environment, files_after) as suite:
-        result = await suite.run(changes, suite.files)
+async with open_suite(fleet, environment, files_after) as suite:
+    result = await suite.run(changes, suite.files)
 """
 
 import json
@@ -67,7 +67,7 @@ class PytestSuite:
 
 
 class CommandSuite:
-    """Tests that run with the repository's own command, whose report names them; selecting single ones is not possible."""
+    """Tests that run with the repository's own command, all of them, and whose report names them."""
 
     def __init__(self, fleet: Fleet, environment: CommitEnvironment, files: tuple[str, ...]) -> None:
         self.fleet, self.environment, self.files = fleet, environment, files

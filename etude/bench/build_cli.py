@@ -1,0 +1,130 @@
+"""`etude bench build`: mounted by etude/bench/cli.py."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from rich.table import Table
+
+from etude.errors import InputError, Interrupted
+from etude.system.terminal import Console
+from etude.tasks.cli import BuildAllow, Maps, State
+
+if TYPE_CHECKING:
+    from etude.tasks.mining.report import MiningReport
+
+EPILOG = (
+    "Examples:\n\n  etude bench build clones/humanize --out tasks/humanize --count 20\n\n"
+    "  etude bench build . --out tasks/ours --split 2026-01-01 --logs --session-logs ~/sessions"
+)
+
+
+def build(
+    repository: Annotated[
+        str, typer.Argument(metavar="REPO[@REV]", help="A clone, bare or with a working tree.", show_default=False)
+    ],
+    out: Annotated[Path, typer.Option(help="Directory of the tasks; an earlier build in it is resumed.")],
+    count: Annotated[int, typer.Option(min=1, help="Maximum number of tasks; the newest changes first.")] = 50,
+    since: Annotated[str, typer.Option(metavar="DATE", help="Only changes since this date.", show_default=False)] = "",
+    limit_commits: Annotated[
+        int | None, typer.Option(min=1, help="Look at this many changes at most.", show_default=False)
+    ] = None,
+    min_files: Annotated[int, typer.Option(min=1, help="Least number of source files that a change touches.")] = 1,
+    min_lines: Annotated[int, typer.Option(min=1, help="Least number of source lines that a change touches.")] = 3,
+    max_lines: Annotated[
+        int, typer.Option(min=1, help="Greatest number of source lines that a change touches.")
+    ] = 1500,
+    prompts: Annotated[
+        Literal["terse", "full"], typer.Option(help="Requests as people write them, or over-specified ones.")
+    ] = "terse",
+    issues: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Texts of issues as NUMBER.md; used where a commit names one.", show_default=False
+        ),
+    ] = None,
+    session_logs: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="ATIF logs; the session whose lines a commit kept has its request.", show_default=False
+        ),
+    ] = None,
+    logs: Annotated[bool, typer.Option("--logs", help="Add tracebacks and logs of CI jobs and services.")] = False,
+    split: Annotated[
+        str,
+        typer.Option(
+            metavar="DATE|FRACTION",
+            help="Newer tasks go to OUT/bench, older ones to OUT/train: from a date, or a fraction for the benchmark.",
+            show_default=False,
+        ),
+    ] = "",
+    jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Number of concurrent changes.")] = 2,
+    maps: Maps = None,
+    build_allow: BuildAllow = None,
+    state: State = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the yields as JSON instead of a table.")] = False,
+) -> None:
+    """Make benchmark tasks from the changes in a repository's history."""
+    from etude.tasks.mining.classify import MiningLimits
+    from etude.tasks.mining.history import open_history
+    from etude.tasks.mining.options import MiningOptions, read_issues
+    from etude.tasks.mining.session_logs import read_session_logs
+    from etude.tasks.mining.time_split import TimeSplit
+
+    if min_lines > max_lines:
+        raise InputError(f"--min-lines {min_lines} is above --max-lines {max_lines}")
+    options = MiningOptions(
+        out=out,
+        count=count,
+        since=since,
+        limit_commits=limit_commits,
+        limits=MiningLimits(min_lines=min_lines, max_lines=max_lines, min_files=min_files),
+        prompts=prompts,
+        logs=logs,
+        jobs=jobs,
+        issues=read_issues(issues) if issues else {},
+        sessions=tuple(read_session_logs(session_logs)) if session_logs else (),
+        split=TimeSplit.parse(split) if split else None,
+    )
+    history = open_history(repository)
+    try:
+        report = asyncio.run(_work(history, options, maps, build_allow, state))
+    except KeyboardInterrupt:
+        raise Interrupted("interrupted; run the same command again to resume") from None
+    print(json.dumps(report.as_json())) if as_json else print_report(report)
+
+
+async def _work(history: Any, options: Any, maps: Any, build_allow: Any, state: Path | None) -> MiningReport:
+    from etude.pods.fleet import open_fleet
+    from etude.system.progress import progress_line
+    from etude.tasks.mining.install_parent import default_installer, mining_host_settings
+    from etude.tasks.mining.report import build_benchmark
+
+    async with open_fleet(state=state) as fleet:
+        host_settings = await mining_host_settings(fleet, maps, build_allow)
+        with progress_line("build") as show:
+            return await build_benchmark(
+                fleet, history, options, default_installer(history.root, host_settings), host_settings, show
+            )
+
+
+def print_report(report: MiningReport) -> None:
+    """Print the yield by reason, and what the mutations say about the tests."""
+    console = Console(width=None if Console().is_terminal else 140)
+    table = Table(box=None, header_style="bold")
+    table.add_column("fate of a change")
+    table.add_column("changes", justify="right")
+    for reason, number in report.reasons.items():
+        table.add_row(reason, str(number))
+    console.print(table)
+    for line in report.sentences():
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def mount(app: typer.Typer) -> None:
+    """Add the `build` command to `etude bench`."""
+    app.command("build", epilog=EPILOG)(build)
