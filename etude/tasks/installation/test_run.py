@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from etude.pods.pod import Pod, PodFileError
-from etude.tasks.installation.reports import pytest_statuses, read_statuses, report_lines
+from etude.tasks.installation.reports import read_statuses, report_lines
 from etude.tasks.installation.result import Installation
 
 TRIAL = "/trial"  # our files in the pod, outside the workspace
@@ -123,6 +123,3 @@ async def run_tests(
 
 def _probe_status(statuses: Mapping[str, str], name: str) -> str:
     return next((status for id, status in statuses.items() if id.endswith(name)), "missing")
-
-
-__all__ = ["TestCommand", "TestRun", "pytest_statuses", "run_tests"]
