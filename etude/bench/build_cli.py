@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.table import Table
 
 from etude.errors import InputError, Interrupted
 from etude.system.terminal import Console
-from etude.tasks.cli import BuildAllow, Maps, State
+from etude.tasks.cli import Maps, State, host_settings_from_options
 
 if TYPE_CHECKING:
+    from etude.tasks.installation.setup_pod import InstallOptions
+    from etude.tasks.mining.history import History
+    from etude.tasks.mining.options import MiningOptions
     from etude.tasks.mining.report import MiningReport
 
 EPILOG = (
@@ -63,14 +66,21 @@ def build(
         ),
     ] = "",
     jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Number of concurrent changes.")] = 2,
+    index_url: Annotated[
+        str, typer.Option(help="Index that Python packages come from; default: PyPI.", show_default=False)
+    ] = "",
     maps: Maps = None,
-    build_allow: BuildAllow = None,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option("--build-allow", metavar="HOST", help="Further host that set-up may connect to; repeatable."),
+    ] = None,
     state: State = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the yields as JSON instead of a table.")] = False,
 ) -> None:
     """Make benchmark tasks from the changes in a repository's history."""
     from etude.tasks.mining.classify import MiningLimits
     from etude.tasks.mining.history import open_history
+    from etude.tasks.mining.install_parent import install_options
     from etude.tasks.mining.options import MiningOptions, read_issues
     from etude.tasks.mining.session_logs import read_session_logs
     from etude.tasks.mining.time_split import TimeSplit
@@ -90,26 +100,28 @@ def build(
         sessions=tuple(read_session_logs(session_logs)) if session_logs else (),
         split=TimeSplit.parse(split) if split else None,
     )
+    images = dict(host_settings_from_options(maps, None, None, None).images)
+    installing = install_options(images, tuple(allow or ()), index_url)
     history = open_history(repository)
     try:
-        report = asyncio.run(_work(history, options, maps, build_allow, state))
+        report = asyncio.run(_work(history, options, installing, state))
     except KeyboardInterrupt:
         raise Interrupted("interrupted; run the same command again to resume") from None
     print(json.dumps(report.as_json())) if as_json else print_report(report)
 
 
-async def _work(history: Any, options: Any, maps: Any, build_allow: Any, state: Path | None) -> MiningReport:
+async def _work(
+    history: History, options: MiningOptions, installing: InstallOptions, state: Path | None
+) -> MiningReport:
     from etude.pods.fleet import open_fleet
     from etude.system.progress import progress_line
     from etude.tasks.mining.install_parent import default_installer, mining_host_settings
     from etude.tasks.mining.report import build_benchmark
 
     async with open_fleet(state=state) as fleet:
-        host_settings = await mining_host_settings(fleet, maps, build_allow)
+        host_settings = await mining_host_settings(fleet, dict(installing.images))
         with progress_line("build") as show:
-            return await build_benchmark(
-                fleet, history, options, default_installer(history.root, host_settings), host_settings, show
-            )
+            return await build_benchmark(fleet, history, options, default_installer(installing), host_settings, show)
 
 
 def print_report(report: MiningReport) -> None:

@@ -5,6 +5,7 @@ file that the commit tracks, no bytecode and no other product of a build that co
 """
 
 import asyncio
+import contextlib
 import io
 import json
 import re
@@ -118,13 +119,7 @@ class EnvironmentPool:
     ) -> CommitEnvironment:
         store = local_store(self.fleet)
         full = store.image(installation.image)
-        base = await resolve_base_image(self.fleet, installation.base, self.host_settings, installation.repository)
-        name = installation.base
-        if full.layers[: len(base.layers)] != base.layers:
-            base, name = (
-                await resolve_base_image(self.fleet, "host", self.host_settings, installation.repository),
-                "host",
-            )
+        base, name = await self._base(installation, full)
         if not set(full.binds) <= {*base.binds, *EXCLUDED_BINDS}:
             raise InstallationFailed("build", f"{snapshot.label}: its image binds {set(full.binds) - set(base.binds)}")
         archive = self.directory / digest / ARCHIVE
@@ -133,6 +128,15 @@ class EnvironmentPool:
         env = {key: value for key, value in {**full.env, **installation.env}.items() if base.env.get(key) != value}
         has_archive = archive if archive.exists() and archive.stat().st_size else None
         return CommitEnvironment(installation, snapshot, image, name, env, has_archive, removed)
+
+    async def _base(self, installation: Installation, full: Image) -> tuple[Image, str]:
+        """Return the image that a task starts from: the installation's base, or the host if tasks get another one."""
+        with contextlib.suppress(InputError):
+            name = installation.base
+            base = await resolve_base_image(self.fleet, name, self.host_settings, installation.repository)
+            if full.layers[: len(base.layers)] == base.layers:
+                return base, name
+        return await resolve_base_image(self.fleet, "host", self.host_settings, installation.repository), "host"
 
     def _write_archive(
         self, archive: Path, added: tuple[object, ...], base: Image, tracked: set[str]
