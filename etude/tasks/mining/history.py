@@ -14,6 +14,7 @@ from pathlib import Path
 from etude.data.documents import is_bare
 from etude.errors import InputError
 from etude.system.git import run_git
+from etude.tasks.installation.snapshot import split_revision
 
 PULL_REQUEST = re.compile(r"Merge pull request #\d+ from |Merge branch '.*' into '.*'$|.*\(merge request !\d+\)$")
 _FIELDS = "%x1e%H%x1f%P%x1f%an%x1f%ae%x1f%cI%x1f%B"
@@ -125,11 +126,9 @@ class History:
 
 def open_history(repository: str) -> History:
     """Return the history of a bare clone, a working tree, or REPO@REV; InputError if there is none to mine."""
-    path, at, revision = repository, "", "HEAD"
-    if not Path(repository).is_dir():
-        path, at, revision = repository.rpartition("@")
-    root = Path(path)
-    if (at and not revision) or revision.startswith("-") or not root.is_dir():
+    root, revision = split_revision(repository)
+    revision = revision or "HEAD"
+    if revision.startswith("-") or not root.is_dir():
         raise InputError(f"{repository}: no such repository; expected a clone, or CLONE@REVISION")
     if not (is_bare(root) or (root / ".git").exists()):
         raise InputError(f"{repository}: has no git history; expected a clone with its .git directory, or a bare clone")
