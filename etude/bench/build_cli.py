@@ -41,6 +41,10 @@ def build(
     max_lines: Annotated[
         int, typer.Option(min=1, help="Greatest number of source lines that a change touches.")
     ] = 1500,
+    min_noticed: Annotated[
+        float,
+        typer.Option(min=0, max=1, help="Least share of dropped hunks and stubbed functions that tests notice."),
+    ] = 0.75,
     prompts: Annotated[
         Literal["terse", "full"], typer.Option(help="Requests as people write them, or over-specified ones.")
     ] = "terse",
@@ -93,6 +97,7 @@ def build(
         since=since,
         limit_commits=limit_commits,
         limits=MiningLimits(min_lines=min_lines, max_lines=max_lines, min_files=min_files),
+        min_noticed=min_noticed,
         prompts=prompts,
         logs=logs,
         jobs=jobs,

@@ -108,9 +108,14 @@ class GitHistory:
         date = f"2025-01-{1 + self.hour // 24:02d}T{self.hour % 24:02d}:00:00+00:00"
         env = {
             **{key: value for key, value in os.environ.items() if not key.startswith("GIT_")},
-            **{"GIT_AUTHOR_NAME": author, "GIT_AUTHOR_EMAIL": "a@example.org", "GIT_COMMITTER_NAME": author},
-            **{"GIT_COMMITTER_EMAIL": "a@example.org", "GIT_AUTHOR_DATE": date, "GIT_COMMITTER_DATE": date},
-            **{"GIT_CONFIG_GLOBAL": "/dev/null", "GIT_CONFIG_NOSYSTEM": "1"},
+            "GIT_AUTHOR_NAME": author,
+            "GIT_AUTHOR_EMAIL": "a@example.org",
+            "GIT_AUTHOR_DATE": date,
+            "GIT_COMMITTER_NAME": author,
+            "GIT_COMMITTER_EMAIL": "a@example.org",
+            "GIT_COMMITTER_DATE": date,
+            "GIT_CONFIG_GLOBAL": "/dev/null",
+            "GIT_CONFIG_NOSYSTEM": "1",
         }
         done = subprocess.run(["git", *arguments], cwd=self.top, env=env, capture_output=True, text=True, check=True)
         return done.stdout.strip()

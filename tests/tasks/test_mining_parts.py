@@ -381,7 +381,8 @@ def test_hunks_of_comments_and_documents_are_no_mutations() -> None:
     parts = split_parts([changed("m.py", "x = 1\n", "# one\nx = 1\n"), changed("README.md", "a\n", "b\n")])
     assert mutations_of(parts) == []
     new = split_parts([changed("pkg/new.py", None, "def f():\n    return 1\n"), changed("pkg/__init__.py", None, "")])
-    assert [(each.path, each.data) for each in mutations_of(new)][0] == ("pkg/new.py", None)
+    first = mutations_of(new)[0]
+    assert (first.path, first.data) == ("pkg/new.py", None)
 
 
 # ------------------------------------------------------------------------------------------------- evidence, logs

@@ -4,6 +4,7 @@ The journal has one line per change; a stopped build resumes from it. Nothing of
 """
 
 import asyncio
+import itertools
 import os
 import random
 import shutil
@@ -21,15 +22,7 @@ from etude.tasks.generators.executor import ExecutionFailed, ExecutionResult
 from etude.tasks.generators.journal import Journal, JournalEntry
 from etude.tasks.harbor import write_task
 from etude.tasks.installation.result import InstallationFailed
-from etude.tasks.mining.classify import (
-    ChangeParts,
-    added_lines,
-    category_of,
-    reason_of_files,
-    reason_of_message,
-    split_parts,
-)
-from etude.tasks.mining.duplicates import ChangeFingerprint, fingerprint
+from etude.tasks.mining.classify import DROP_REASONS, category_of
 from etude.tasks.mining.environments import ARCHIVE, CommitEnvironment, EnvironmentPool, Installer
 from etude.tasks.mining.evidence import RUNS, TestEvidence, compare_runs, graded_files, kept_tests
 from etude.tasks.mining.history import History, HistoryCommit
@@ -37,15 +30,24 @@ from etude.tasks.mining.interface import HiddenName, InterfaceNotes, find_interf
 from etude.tasks.mining.mess import PastedLog, make_log
 from etude.tasks.mining.mined_task import MinedTask, mined_task_files
 from etude.tasks.mining.mutations import mutations_of
-from etude.tasks.mining.options import MiningOptions
-from etude.tasks.mining.requests import MinedRequest, behaviours_of, choose_request, clean_subject, full_request
-from etude.tasks.mining.session_logs import session_of_change
+from etude.tasks.mining.options import MiningOptions, check_same_options
+from etude.tasks.mining.requests import behaviours_of, clean_subject, full_request
+from etude.tasks.mining.screening import ScreenedChange, Screening, selected_commits
 from etude.tasks.mining.suites import CommandSuite, PytestSuite, UnsupportedSuite, open_suite
 from etude.tasks.validate import validate
 
 SUITE_TIMEOUT_S = 300.0
 MUTATION_TIMEOUT_S = 60.0
+STATIC_REASONS = frozenset({*DROP_REASONS, "duplicate"})  # found without a pod
 ProgressCallback = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True)
+class MinedChange:
+    """A change that became a task."""
+
+    task: str
+    change: ScreenedChange
 
 
 @dataclass
@@ -58,11 +60,24 @@ class MiningState:
     pool: EnvironmentPool
     host_settings: HostSettings
     journal: Journal
-    fingerprints: dict[str, ChangeFingerprint] = field(default_factory=dict)  # by task name
+    made: dict[int, MinedChange] = field(default_factory=dict)  # by its place in the order of trying
 
-    @property
-    def made(self) -> list[str]:
-        return [entry.task for entry in self.journal.entries.values() if entry.task]
+    def record(self, commit: HistoryCommit, task: str, reason: str, detail: str, seconds: float) -> None:
+        """Write the fate of a change into the journal, unless it is there."""
+        if (known := self.journal.get(commit.id)) is None or (known.task, known.reason) != (task, reason):
+            entry = JournalEntry(
+                commit.id, commit.date, task, reason, detail[-1000:], round(seconds, 3), round(seconds, 3)
+            )
+            self.journal.add(entry)
+
+
+@dataclass(frozen=True)
+class MinedSet:
+    """The tasks of a build in the order in which they were tried, and the journal of all changes looked at."""
+
+    changes: tuple[MinedChange, ...]
+    journal: Journal
+    looked_at: frozenset[str]  # commits
 
 
 async def mine(
@@ -72,95 +87,55 @@ async def mine(
     install: Installer,
     host_settings: HostSettings,
     progress: ProgressCallback = lambda done, total, text: None,
-) -> Journal:
-    """Make tasks of changes, newest first, until there are `count`; return the journal of all changes looked at."""
-    commits = selected_commits(history, options)
-    work = options.work_dir
-    pool = EnvironmentPool(fleet, history.root, work / "environments", install, host_settings)
-    journal = Journal.open(work / "journal.jsonl", "history")
+) -> MinedSet:
+    """Make tasks of changes, newest first, until there are `count`; the same for any number of jobs."""
+    commits = await asyncio.to_thread(selected_commits, history, options)
+    check_same_options(options)
+    pool = EnvironmentPool(fleet, history.root, options.work_dir / "environments", install, host_settings)
+    journal = Journal.open(options.work_dir / "journal.jsonl", "history")
     state = MiningState(fleet, history, options, pool, host_settings, journal)
-    for commit in commits:
-        if (known := journal.get(commit.id)) is not None and known.task:
-            files = await asyncio.to_thread(history.differences, commit)
-            state.fingerprints[known.task] = fingerprint(split_parts(files))
-    entries = iter(enumerate(commits, 1))
-    lock = asyncio.Lock()
+
+    def on_drop(commit: HistoryCommit, reason: str, detail: str, seconds: float) -> None:
+        state.record(commit, "", reason, detail, seconds)
+
+    screening = Screening(history, commits, options, on_drop)
+    numbers, lock = itertools.count(), asyncio.Lock()
+
+    def report(text: str = "") -> None:
+        done = min(len(state.made), options.count)
+        tried = sum(bool(each.reason) and each.reason not in STATIC_REASONS for each in journal.entries.values())
+        progress(done, options.count, f"{screening.looked_at} of {len(commits)} changes, {tried} failed in pods {text}")
 
     async def worker() -> None:
         while len(state.made) < options.count:
-            async with lock:
-                number, commit = next(entries, (0, None))
-                if commit is None:
-                    return
-                progress(len(state.made), options.count, f"{number} of {len(commits)} changes, {commit.id[:8]}")
-                candidate = await asyncio.to_thread(_screen, state, commit)
-            if candidate is not None:
-                await _evaluate(state, candidate)
+            async with lock:  # the order of changes decides which become tasks, not the speed of workers
+                change, number = await asyncio.to_thread(screening.next_change), next(numbers)
+            if change is None:
+                return
+            report(change.commit.id[:8])
+            if task := await _evaluate(state, change):
+                state.made[number] = MinedChange(task, change)
 
     async with asyncio.TaskGroup() as group:
         for _ in range(options.jobs):
             group.create_task(worker())
-    progress(min(len(state.made), options.count), options.count, "")
-    return journal
+    report()
+    chosen = [state.made[number] for number in sorted(state.made)][: options.count]
+    return MinedSet(tuple(chosen), journal, frozenset(each.id for each in commits[: screening.looked_at]))
 
 
-def selected_commits(history: History, options: MiningOptions) -> list[HistoryCommit]:
-    """Return the changes to look at, newest first."""
-    commits = history.commits()
-    if options.since:
-        commits = [commit for commit in commits if commit.date[: len(options.since)] >= options.since]
-    return commits[: options.limit_commits]
-
-
-@dataclass(frozen=True)
-class ScreenedChange:
-    """A change that passed all filters that need no pod."""
-
-    commit: HistoryCommit
-    parts: ChangeParts
-    request: MinedRequest
-    started: float
-
-
-def _screen(state: MiningState, commit: HistoryCommit) -> ScreenedChange | None:
-    """Return a change worth trying; otherwise record why not. Known changes are not looked at again."""
-    known = state.journal.get(commit.id)
-    options, started = state.options, time.monotonic()
-    if known is not None and (known.reason or (options.work_dir / "tasks" / known.task).is_dir()):
-        return None
-    reason, detail = reason_of_message(commit), ""
-    if not reason:
-        files = state.history.differences(commit)
-        reason = reason_of_files(files, options.limits)
-        if not reason:
-            parts = split_parts(files)
-            session = session_of_change(parts, options.sessions)
-            request = choose_request(commit, added_lines(parts.source), options.issues, session)
-            own = fingerprint(parts)
-            twin = next((name for name, each in state.fingerprints.items() if each.resembles(own)), "")
-            if request is None:
-                reason = "vague"
-            elif twin:
-                reason, detail = "duplicate", twin
-            else:
-                return ScreenedChange(commit, parts, request, started)
-    _record(state, commit, "", reason, detail or commit.subject, started)
-    return None
-
-
-def _record(state: MiningState, commit: HistoryCommit, task: str, reason: str, detail: str, started: float) -> None:
-    seconds = round(time.monotonic() - started, 3)
-    state.journal.add(JournalEntry(commit.id, commit.date, task, reason, detail[-1000:], seconds, seconds))
-
-
-async def _evaluate(state: MiningState, change: ScreenedChange) -> None:
-    """Try a change in pods and record its fate."""
-    name = f"{state.history.name}-{change.commit.id[:10]}"
+async def _evaluate(state: MiningState, change: ScreenedChange) -> str:
+    """Try a change in pods and record its fate; return the name of its task, or "". A known fate is not tried again."""
+    name, started = f"{state.history.name}-{change.commit.id[:10]}", time.monotonic()
+    known = state.journal.get(change.commit.id)
+    if known is not None and known.task and (state.options.work_dir / "tasks" / known.task).is_dir():
+        return known.task
+    if known is not None and known.reason and known.reason not in STATIC_REASONS:
+        return ""
     task, reason, detail = "", "", ""
     try:
         await _make_task(state, change, name)
         task = name
-        state.fingerprints[name] = fingerprint(change.parts)
     except CandidateRejected as rejected:
         reason, detail = rejected.reason, rejected.detail
     except InstallationFailed as failed:
@@ -169,7 +144,8 @@ async def _evaluate(state: MiningState, change: ScreenedChange) -> None:
         reason, detail = "unsupported-tests", str(error)
     except (ExecutionFailed, PodError, InputError) as error:
         reason, detail = "trial-failed", str(error)
-    _record(state, change.commit, task, reason, detail, change.started)
+    state.record(change.commit, task, reason, detail, time.monotonic() - started)
+    return task
 
 
 async def _make_task(state: MiningState, change: ScreenedChange, name: str) -> None:
@@ -182,11 +158,8 @@ async def _make_task(state: MiningState, change: ScreenedChange, name: str) -> N
         after.pop(path, None)
     async with open_suite(state.fleet, environment, after) as suite:
         evidence, failing = await _run_tests(suite, change)
-        tried, noticed, ignored = await _try_mutations(suite, change, evidence)
-        if tried and not noticed:
-            raise CandidateRejected(
-                "unnoticed", f"none of {tried} mutations of the reference fails a test: {ignored[:3]}"
-            )
+        tried, ignored = await _try_mutations(suite, change, evidence)
+        _check_mutations(tried, ignored, state.options.min_noticed)
         log = make_log(evidence, failing, commit.id, environment.files) if state.options.logs else None
         task = MinedTask(
             name=name,
@@ -198,7 +171,7 @@ async def _make_task(state: MiningState, change: ScreenedChange, name: str) -> N
             instruction=_instruction(state.options, change, notes, evidence, log),
             request_source="full" if state.options.prompts == "full" else change.request.source,
             tried_mutations=tried,
-            noticed_mutations=noticed,
+            unnoticed_mutations=tuple(ignored),
             extra_files=log.files if log else {},
             log=log.kind if log else "",
         )
@@ -273,8 +246,8 @@ def _in(test: str, files: Sequence[str]) -> bool:
 
 async def _try_mutations(
     suite: PytestSuite | CommandSuite, change: ScreenedChange, evidence: TestEvidence
-) -> tuple[int, int, list[str]]:
-    """Return how many mutations of the reference were tried and noticed, and the names of the others."""
+) -> tuple[int, list[str]]:
+    """Return how many mutations of the reference were tried, and the names of those that no test noticed."""
     solved = {**change.parts.solution, **change.parts.test_changes}
     kept = kept_tests(evidence, [file.path for file in change.parts.tests], random.Random(change.commit.id))
     tests = [*evidence.fail_to_pass, *kept]
@@ -287,7 +260,15 @@ async def _try_mutations(
         run = await suite.run({**solved, mutation.path: mutation.data}, tests, timeout=limit, until_failure=True)
         if run.complete and all(run.status(test) == "passed" for test in tests):
             ignored.append(mutation.name)
-    return tried, tried - len(ignored), ignored
+    return tried, ignored
+
+
+def _check_mutations(tried: int, ignored: list[str], min_noticed: float) -> None:
+    """Raise CandidateRejected if the tests notice too few mutations to mean something."""
+    if len(ignored) == tried:
+        raise CandidateRejected("unnoticed", f"none of {tried} mutations of the reference fails a test: {ignored[:3]}")
+    if tried - len(ignored) < min_noticed * tried:
+        raise CandidateRejected("weak-tests", f"{len(ignored)} of {tried} mutations fail no test: {ignored[:5]}")
 
 
 async def _write_and_validate(

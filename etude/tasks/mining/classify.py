@@ -204,11 +204,15 @@ def _words(data: bytes) -> bytes:
 
 def code_dump(data: bytes) -> str:
     """Return the syntax tree of Python code as text, without docstrings; raise SyntaxError if it is none."""
-    tree = parse_tree(data)
+    return ast.dump(without_docstrings(parse_tree(data)))
+
+
+def without_docstrings(tree: ast.Module) -> ast.Module:
+    """Empty all docstrings of a tree in place."""
     for node in ast.walk(tree):
         if (documented := docstring_node(node)) is not None:
             documented.value = ast.Constant("")
-    return ast.dump(tree)
+    return tree
 
 
 def text_lines(data: bytes | None) -> list[str]:

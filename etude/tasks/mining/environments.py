@@ -27,6 +27,7 @@ from etude.tasks.installation.snapshot import RepositorySnapshot, checkout
 from etude.tasks.installation.workspace import commit_image, local_store
 
 ARCHIVE = "dependencies.tar"
+OPAQUE = ".wh..wh..opq"  # in a directory of which the base shows nothing
 FAILED = "failed.json"
 BUILD_PRODUCTS = re.compile(
     r"(^|/)(\.git|\.hg|__pycache__|\.(mypy|pytest|ruff|hypothesis|tox|nox|eggs|cache)[^/]*|[^/]*\.egg-info)(/|$)"
@@ -55,10 +56,10 @@ class CommitEnvironment:
 
     def dockerfile(self, python_path: str) -> str:
         lines = [f"FROM {self.base}"]
-        if self.archive is not None:
-            lines.append(f"ADD {ARCHIVE} /")
         if self.removed:
             lines.append("RUN rm -rf " + " ".join(f"'{path}'" for path in self.removed))
+        if self.archive is not None:
+            lines.append(f"ADD {ARCHIVE} /")
         env = {
             **self.env,
             **({"PYTHONPATH": python_path, "PYTHONDONTWRITEBYTECODE": "1"} if python_path else {}),
@@ -167,9 +168,8 @@ def filter_archive(raw: io.BytesIO, tracked: set[str]) -> tuple[bytes, list[str]
         for member in source:
             name = member.name.removeprefix("./").rstrip("/")
             directory, _, last = name.rpartition("/")
-            if last.startswith(".wh."):
-                if last != ".wh..wh..opq":
-                    removed.append(f"/{directory}/{last.removeprefix('.wh.')}")
+            if last.startswith(".wh."):  # a file of the base that is gone, or a directory that replaces the base's
+                removed.append(f"/{directory}" + ("" if last == OPAQUE else f"/{last.removeprefix('.wh.')}"))
                 continue
             in_work = name.startswith("work/")
             if name in ("", ".") or CACHES.search(f"{name}/") or (in_work and name.removeprefix("work/") in tracked):

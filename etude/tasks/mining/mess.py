@@ -90,7 +90,7 @@ def _ci_log(failing: Mapping[str, TestOutcome], before: ExecutionResult, rng: ra
     counts = [outcome.status for outcome in before.tests.values()]
     passed, failed = counts.count("passed"), len(failing)
     lines += [
-        f"{failed} failed, {passed} passed in {before.seconds:.2f}s",
+        f"{failed} failed, {passed} passed in {rng.uniform(1, 40):.2f}s",
         "##[error]Process completed with exit code 1.",
     ]
     stamped = [

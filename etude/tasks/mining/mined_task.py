@@ -22,6 +22,12 @@ from etude.tasks.mining.history import HistoryCommit
 from etude.tasks.mining.suites import CommandSuite, PytestSuite
 from etude.tasks.task import Category
 
+TIME_LIMITS_S = (
+    60.0,
+    120.0,
+    240.0,
+)  # of a verifier's run; few values, so that a task does not depend on measured times
+
 
 @dataclass(frozen=True)
 class MinedTask:
@@ -36,7 +42,7 @@ class MinedTask:
     instruction: str
     request_source: str  # message, issue, session; with "full" the over-specified variant
     tried_mutations: int
-    noticed_mutations: int
+    unnoticed_mutations: tuple[str, ...]
     extra_files: Mapping[str, bytes] = field(default_factory=dict)  # logs in the workspace, not committed
     log: str = ""  # kind of the log, if there is one
 
@@ -86,7 +92,8 @@ def _verifier(task: MinedTask, suite: PytestSuite | CommandSuite, after: Mapping
         return command_verifier_files(task.environment.installation, [*required, *kept], suite_of(after))
     files = suite_of(after, suite.source)
     tests = [*required, *kept]
-    seconds = min(240.0, 30.0 + 10 * evidence.seconds(tests))
+    expected = 30.0 + 10 * evidence.seconds(tests)
+    seconds = next((each for each in TIME_LIMITS_S if each >= expected), TIME_LIMITS_S[-1])
     run = {**run_spec(suite.source, suite.plugins, tests, seconds), "placed": sorted(files)}
     check = VerifierCheck("pytest", run, {"statuses": dict.fromkeys(tests, "passed")})
     return check_files([check], suite=files, workspace=WORKSPACE)
@@ -115,7 +122,8 @@ def _config(task: MinedTask) -> dict[str, Any]:
         "import_error_only": task.evidence.import_only,
         "quarantined": list(task.evidence.flaky),
         "mutations_tried": task.tried_mutations,
-        "mutations_noticed": task.noticed_mutations,
+        "mutations_noticed": task.tried_mutations - len(task.unnoticed_mutations),
+        "mutations_unnoticed": list(task.unnoticed_mutations),
     }
     if task.log:
         metadata["log"] = task.log

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 
 from etude.syntax import parse_tree
-from etude.tasks.mining.classify import ChangeParts, code_dump
+from etude.tasks.mining.classify import ChangeParts, without_docstrings
 from etude.tasks.mining.history import FileDifference
 
 MAX_MUTATIONS = 14  # of one task, evenly chosen
@@ -54,9 +54,49 @@ def _kind(data: bytes, after: bytes, path: str) -> str:
     if not path.endswith(".py"):
         return "same" if data.split() == after.split() or path.endswith((".pyi", ".d.ts")) else "other"
     try:
-        return "same" if code_dump(data) == code_dump(after) else "other"
+        return "same" if behaviour_dump(data) == behaviour_dump(after) else "other"
     except (SyntaxError, ValueError):
         return "broken"
+
+
+class _WithoutTypes(ast.NodeTransformer):
+    """Removes what no test can notice: annotations, blocks for type checkers, `__all__`."""
+
+    def visit_arg(self, node: ast.arg) -> ast.AST:
+        node.annotation = None
+        return node
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST | None:
+        return self._function(node)
+
+    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> ast.AST | None:
+        return self._function(node)
+
+    def _function(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> ast.AST | None:
+        if any(ast.unparse(each).rpartition(".")[2] == "overload" for each in node.decorator_list):
+            return None
+        node.returns = None
+        self.generic_visit(node)
+        return node
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
+        node.annotation = ast.Constant("")  # the fields of dataclasses remain
+        return node
+
+    def visit_If(self, node: ast.If) -> ast.AST | None:
+        if ast.unparse(node.test).rpartition(".")[2] == "TYPE_CHECKING":
+            return None
+        self.generic_visit(node)
+        return node
+
+    def visit_Assign(self, node: ast.Assign) -> ast.AST | None:
+        return None if [ast.unparse(each) for each in node.targets] == ["__all__"] else node
+
+
+def behaviour_dump(data: bytes) -> str:
+    """Return the syntax tree of Python code as text, without docstrings and types; raise SyntaxError if it is none."""
+    tree = without_docstrings(parse_tree(data))
+    return ast.dump(_WithoutTypes().visit(tree))
 
 
 def _says_something(data: bytes, path: str) -> bool:

@@ -10,13 +10,12 @@ from etude.errors import InputError
 from etude.pods.fleet import Fleet
 from etude.tasks.base_images import HostSettings
 from etude.tasks.generators.journal import JournalEntry
-from etude.tasks.mining.build import ProgressCallback, mine, selected_commits
-from etude.tasks.mining.classify import DROP_REASONS, is_test_path, split_parts
-from etude.tasks.mining.duplicates import fingerprint
+from etude.tasks.mining.build import STATIC_REASONS, ProgressCallback, mine
+from etude.tasks.mining.classify import DROP_REASONS, is_test_path
 from etude.tasks.mining.environments import Installer
 from etude.tasks.mining.history import History
 from etude.tasks.mining.options import MiningOptions
-from etude.tasks.mining.time_split import SplitResult, TimeSplit, split_names, task_metadata, write_split
+from etude.tasks.mining.time_split import SplitResult, split_names, task_metadata, write_split
 
 
 @dataclass(frozen=True)
@@ -86,11 +85,14 @@ async def build_benchmark(
     """Mine tasks, split them, and report the yield."""
     started = time.monotonic()
     check_has_tests(history)
-    journal = await mine(fleet, history, options, install, host_settings, progress)
-    order = {commit.id: number for number, commit in enumerate(selected_commits(history, options))}
-    entries = [entry for entry in journal.entries.values() if entry.site in order]
-    made = sorted((entry for entry in entries if entry.task), key=lambda entry: order[entry.site])[: options.count]
-    result = _split(history, options, made)
+    mined = await mine(fleet, history, options, install, host_settings, progress)
+    names = [each.task for each in mined.changes]
+    result = SplitResult(tuple(names))
+    if options.split is not None:
+        dates = {each.task: each.change.commit.date for each in mined.changes}
+        prints = {each.task: each.change.fingerprint for each in mined.changes}
+        result = split_names(dates, options.split, prints)
+    entries = [entry for entry in mined.journal.entries.values() if entry.site in mined.looked_at]
     tasks = options.work_dir / "tasks"
     result = write_split(tasks, options.out, result, options.split is not None)
     kept = [*result.bench, *result.train]
@@ -104,19 +106,9 @@ async def build_benchmark(
         dropped=dict(result.dropped or {}),
         requested=options.count,
         seconds=time.monotonic() - started,
-        pod_seconds=sum(entry.pod_seconds for entry in entries if entry.task or entry.reason not in DROP_REASONS),
+        pod_seconds=sum(entry.pod_seconds for entry in entries if entry.reason not in STATIC_REASONS),
         split=options.split is not None,
     )
-
-
-def _split(history: History, options: MiningOptions, made: Sequence[JournalEntry]) -> SplitResult:
-    dates = {entry.task: entry.family for entry in made}  # the journal's family of a change is its date
-    split: TimeSplit | None = options.split
-    if split is None:
-        return SplitResult(tuple(entry.task for entry in made))
-    commits = {commit.id: commit for commit in history.commits()}
-    prints = {entry.task: fingerprint(split_parts(history.differences(commits[entry.site]))) for entry in made}
-    return split_names(dates, split, prints)
 
 
 def count_reasons(entries: Sequence[JournalEntry]) -> dict[str, int]:
