@@ -74,7 +74,7 @@ def solution_files(draft: TaskDraft) -> TaskFiles:
 
 
 def solution_script(solution: Mapping[str, bytes | None], answer: str = "") -> TaskFiles:
-    """Return solve.sh, which makes these changes to the workspace and leaves the answer, and the files that it copies."""
+    """Return solve.sh, which makes these changes to the workspace and leaves the answer, and the files it copies."""
     lines = ["#!/bin/sh", "set -e", f"cd {WORKSPACE}"]
     removed = sorted(path for path, data in solution.items() if data is None)
     lines += [f"rm -f -- {shell_quoted(path)}" for path in removed]

@@ -9,7 +9,7 @@ import os
 import random
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,6 +38,7 @@ from etude.tasks.validate import validate
 
 SUITE_TIMEOUT_S = 300.0
 MUTATION_TIMEOUT_S = 60.0
+MIN_MUTATIONS, MUTATIONS_S = 4, 60.0  # of slow tests fewer mutations are tried
 STATIC_REASONS = frozenset({*DROP_REASONS, "duplicate"})  # found without a pod
 ProgressCallback = Callable[[int, int, str], None]
 
@@ -216,32 +217,27 @@ async def _run_tests(suite: PytestSuite | CommandSuite, change: ScreenedChange) 
     changed = [file.path for file in parts.tests if file.path in suite.files]
     if not changed:
         raise CandidateRejected("no-tests", "the changed tests are no files that the test runner collects")
-    whole = await suite.run(solved, suite.files, timeout=SUITE_TIMEOUT_S)
-    if not whole.complete:
-        whole = await suite.run(solved, changed, timeout=SUITE_TIMEOUT_S)
-    if not whole.complete or not whole.tests:
-        raise CandidateRejected("suite-fails", whole.output[-800:] or "the tests did not finish")
-    files = graded_files(whole, changed, rng) if isinstance(suite, PytestSuite) else list(suite.files)
-    if not files:
-        raise CandidateRejected("suite-fails", f"no test of the changed files ran: {whole.output[-600:]}")
-    limit = 60.0 + 4 * whole.seconds
+    files = graded_files(suite.files, changed, suite.sizes, rng)
+    after = [await suite.run(solved, files, timeout=SUITE_TIMEOUT_S)]
+    if not after[0].complete or not after[0].tests:
+        raise CandidateRejected("suite-fails", after[0].output[-800:] or "the tests did not finish")
+    limit = 60.0 + 4 * after[0].seconds
     before = [await suite.run(parts.test_changes, files, timeout=limit)]
-    if all(before[0].status(test) == outcome.status for test, outcome in whole.tests.items() if _in(test, files)):
-        raise CandidateRejected("no-fail-to-pass", "the tests do the same before and after")
-    after = [await suite.run(solved, files, timeout=limit) for _ in range(RUNS)]
-    before += [await suite.run(parts.test_changes, files, timeout=limit) for _ in range(RUNS - 1)]
-    evidence = compare_runs(before, after)
-    if not evidence.fail_to_pass:
-        reason = "flaky" if evidence.flaky else "no-fail-to-pass"
+    first = compare_runs(before, after)
+    if not first.fail_to_pass:
         failed = [test for test, outcome in after[0].tests.items() if outcome.status not in ("passed", "skipped")]
-        raise CandidateRejected(reason, f"flaky: {evidence.flaky[:3]}; failing after the change: {failed[:3]}")
+        raise CandidateRejected("no-fail-to-pass", f"failing after the change: {len(failed)}, {failed[:3]}")
+    chosen = [*first.fail_to_pass, *kept_tests(first, changed, rng)]
+    collected = [test for test in chosen if test in before[0].tests] or files
+    for _ in range(RUNS - 1):
+        after.append(await suite.run(solved, chosen, timeout=limit))
+        before.append(await suite.run(parts.test_changes, collected, timeout=limit))
+    evidence = compare_runs(before, after, chosen)
+    if not evidence.fail_to_pass:
+        raise CandidateRejected("flaky", f"{len(evidence.flaky)} tests: {evidence.flaky[:3]}")
     if not evidence.pass_to_pass and not evidence.import_only:
         raise CandidateRejected("no-pass-to-pass", "no test passes before and after")
     return evidence, before[0]
-
-
-def _in(test: str, files: Sequence[str]) -> bool:
-    return "::" not in test or test.partition("::")[0] in files
 
 
 async def _try_mutations(
@@ -249,11 +245,11 @@ async def _try_mutations(
 ) -> tuple[int, list[str]]:
     """Return how many mutations of the reference were tried, and the names of those that no test noticed."""
     solved = {**change.parts.solution, **change.parts.test_changes}
-    kept = kept_tests(evidence, [file.path for file in change.parts.tests], random.Random(change.commit.id))
-    tests = [*evidence.fail_to_pass, *kept]
+    tests = [*evidence.fail_to_pass, *evidence.pass_to_pass]
     limit = MUTATION_TIMEOUT_S + 4 * evidence.seconds(tests)
     tried, ignored = 0, []
-    for mutation in mutations_of(change.parts):
+    affordable = max(MIN_MUTATIONS, int(MUTATIONS_S / (1 + evidence.seconds(tests))))
+    for mutation in mutations_of(change.parts, affordable):
         tried += 1
         if mutation.sure:
             continue

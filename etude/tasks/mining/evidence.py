@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from etude.tasks.generators.executor import ExecutionResult
 
 RUNS = 3  # before and after a change
-MAX_KEPT = 250  # tests that passed before and after, in a verifier
-OTHER_FILES, OTHER_TESTS, OTHER_SECONDS = 3, 60, 4.0  # of files that the change does not touch
+MAX_KEPT = 120  # tests that passed before and after, in a verifier
+OTHER_FILES, OTHER_TESTS = 3, 30  # of files that the change does not touch
+SMALL_FILE_BYTES = 40_000
 SLOW_TEST_S = 5.0
 IMPORT_ERROR = re.compile(
     r"ImportError|ModuleNotFoundError|cannot import name|No module named|SyntaxError|Cannot find module"
@@ -32,9 +33,12 @@ class TestEvidence:
         return sum(self.durations.get(test, 0.0) for test in tests)
 
 
-def compare_runs(before: Sequence[ExecutionResult], after: Sequence[ExecutionResult]) -> TestEvidence:
-    """Return the evidence of runs before and after a change. Tests whose status is not constant are flaky."""
-    names = list(dict.fromkeys(test for run in (*after, *before) for test in run.tests))
+def compare_runs(
+    before: Sequence[ExecutionResult], after: Sequence[ExecutionResult], chosen: Sequence[str] = ()
+) -> TestEvidence:
+    """Return the evidence of runs before and after a change, of all tests or of the chosen ones. Tests whose status is
+    not constant are flaky."""
+    names = chosen or list(dict.fromkeys(test for run in (*after, *before) for test in run.tests))
     flaky: list[str] = []
     fixed: list[str] = []
     kept: list[str] = []
@@ -55,16 +59,13 @@ def _fails_by_import(test: str, run: ExecutionResult) -> bool:
     return outcome is None or IMPORT_ERROR.match(outcome.message.strip()) is not None
 
 
-def graded_files(after: ExecutionResult, changed: Sequence[str], rng: random.Random) -> list[str]:
-    """Return the test files that a verifier may run: the changed ones, and a few others that take little time."""
-    seconds: dict[str, float] = {}
-    for test, outcome in after.tests.items():
-        file = test.partition("::")[0]
-        seconds[file] = seconds.get(file, 0.0) + outcome.seconds
-    own = [file for file in changed if file in seconds]
-    others = [file for file in sorted(seconds) if file not in own and seconds[file] <= OTHER_SECONDS]
+def graded_files(
+    files: Sequence[str], changed: Sequence[str], sizes: Mapping[str, int], rng: random.Random
+) -> list[str]:
+    """Return the test files that a verifier may run: the changed ones, and a few small others."""
+    others = [file for file in sorted(files) if file not in changed and sizes.get(file, 0) <= SMALL_FILE_BYTES]
     rng.shuffle(others)
-    return [*own, *others[:OTHER_FILES]]
+    return [*changed, *others[:OTHER_FILES]]
 
 
 def kept_tests(evidence: TestEvidence, changed: Sequence[str], rng: random.Random) -> list[str]:

@@ -1,6 +1,5 @@
 """Write a mined change as the files of a Harbor task directory."""
 
-import random
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from etude.tasks.generators.task_writer import VERIFIER_TIMEOUT_S, TaskFiles, so
 from etude.tasks.mining.classify import ChangeParts, is_test_path
 from etude.tasks.mining.command_verifier import command_verifier_files
 from etude.tasks.mining.environments import CommitEnvironment
-from etude.tasks.mining.evidence import TestEvidence, kept_tests
+from etude.tasks.mining.evidence import TestEvidence
 from etude.tasks.mining.history import HistoryCommit
 from etude.tasks.mining.suites import CommandSuite, PytestSuite
 from etude.tasks.task import Category
@@ -85,13 +84,11 @@ def suite_of(files: Mapping[str, bytes], source: RepositorySource | None = None)
 
 
 def _verifier(task: MinedTask, suite: PytestSuite | CommandSuite, after: Mapping[str, bytes]) -> TaskFiles:
-    required, evidence = list(task.evidence.fail_to_pass), task.evidence
-    changed = [file.path for file in task.parts.tests]
-    kept = kept_tests(evidence, changed, random.Random(task.commit.id))
+    evidence = task.evidence
+    tests = [*evidence.fail_to_pass, *evidence.pass_to_pass]
     if isinstance(suite, CommandSuite):
-        return command_verifier_files(task.environment.installation, [*required, *kept], suite_of(after))
+        return command_verifier_files(task.environment.installation, tests, suite_of(after))
     files = suite_of(after, suite.source)
-    tests = [*required, *kept]
     expected = 30.0 + 10 * evidence.seconds(tests)
     seconds = next((each for each in TIME_LIMITS_S if each >= expected), TIME_LIMITS_S[-1])
     run = {**run_spec(suite.source, suite.plugins, tests, seconds), "placed": sorted(files)}

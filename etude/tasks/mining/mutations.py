@@ -23,13 +23,14 @@ class ReferenceMutation:
     sure: bool = False
 
 
-def mutations_of(parts: ChangeParts) -> list[ReferenceMutation]:
-    """Return the mutations of a reference solution that change what it does."""
+def mutations_of(parts: ChangeParts, limit: int = MAX_MUTATIONS) -> list[ReferenceMutation]:
+    """Return the mutations of a reference solution that change what it does, at most `limit`."""
     found = [each for file in parts.source for each in (*_without_hunks(file), *_stubbed(file))]
     unique = {(each.path, each.data): each for each in found}
     chosen = list(unique.values())
-    if len(chosen) > MAX_MUTATIONS:
-        chosen = [chosen[number * len(chosen) // MAX_MUTATIONS] for number in range(MAX_MUTATIONS)]
+    count = min(limit, MAX_MUTATIONS)
+    if len(chosen) > count:
+        chosen = [chosen[number * len(chosen) // count] for number in range(count)]
     return chosen
 
 

@@ -5,9 +5,8 @@ async with open_suite(fleet, environment, files_after) as suite:
 """
 
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Protocol
 
 from etude.errors import EtudeError, InputError
@@ -23,7 +22,7 @@ from etude.tasks.generators.executor import (
     pod_programs,
 )
 from etude.tasks.generators.packages import IGNORED_PACKAGES
-from etude.tasks.generators.source import RepositorySource, make_source, requirement_name
+from etude.tasks.generators.source import make_source, requirement_name
 from etude.tasks.installation.test_run import TestCommand, run_tests
 from etude.tasks.mining.classify import SOURCE_SUFFIXES, is_test_path
 from etude.tasks.mining.environments import CommitEnvironment
@@ -43,9 +42,10 @@ class UnsupportedSuite(EtudeError):
 
 
 class CommitSuite(Protocol):
-    """The tests of a commit. `files` are its test files."""
+    """The tests of a commit. `files` are its test files, `sizes` their bytes."""
 
     files: tuple[str, ...]
+    sizes: Mapping[str, int]
 
     async def run(
         self, changes: Changes, tests: Sequence[str], *, timeout: float, until_failure: bool = False
@@ -58,6 +58,7 @@ class PytestSuite:
     def __init__(self, executor: RepositoryExecutor) -> None:
         self.executor, self.source, self.plugins = executor, executor.source, executor.plugins
         self.files = self.source.tests
+        self.sizes = {path: len(self.source.files[path]) for path in self.files}
 
     async def run(
         self, changes: Changes, tests: Sequence[str], *, timeout: float, until_failure: bool = False
@@ -71,6 +72,7 @@ class CommandSuite:
 
     def __init__(self, fleet: Fleet, environment: CommitEnvironment, files: tuple[str, ...]) -> None:
         self.fleet, self.environment, self.files = fleet, environment, files
+        self.sizes: Mapping[str, int] = {}
 
     async def run(
         self, changes: Changes, tests: Sequence[str], *, timeout: float, until_failure: bool = False
@@ -128,8 +130,3 @@ async def open_suite(
 def _plugins(listed: str) -> tuple[str, ...]:
     ignored = {*IGNORED_PACKAGES, "pytest", "hypothesis"}
     return tuple(sorted(name for package, name in json.loads(listed) if requirement_name(package) not in ignored))
-
-
-def with_paths(source: RepositorySource, files: Sequence[str]) -> RepositorySource:
-    """Return a source whose tests are these files."""
-    return replace(source, tests=tuple(files))
