@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NoReturn
 
 from etude.errors import InputError
 from etude.tasks.installation.detect_other import detect_go, detect_node, detect_rust
@@ -71,8 +72,8 @@ def _has_python_tests(paths: Sequence[str]) -> bool:
     return any(TEST_FILE.search(path) and not any(path.startswith(f"{each}/") for each in others) for path in paths)
 
 
-def _explain(snapshot: RepositorySnapshot, project: str, paths: Sequence[str]) -> Proposal:
-    """Raise InstallationFailed with the reason why nothing was found. Never returns."""
+def _explain(snapshot: RepositorySnapshot, project: str, paths: Sequence[str]) -> NoReturn:
+    """Raise InstallationFailed with the reason why nothing was found."""
     parts = [path.split("/") for path in paths]
     inside = sorted({"/".join(each[:-1]) for each in parts if each[-1] in PROJECT_FILES and 1 < len(each) <= 4})
     where = f"{snapshot.label}/{project}" if project else snapshot.label

@@ -11,7 +11,7 @@ from typing import Any
 
 from etude.tasks.generators.source import NOT_PACKAGES, requirement_name
 from etude.tasks.installation.proposal import Proposal, SetupStep, TestProposal, unique
-from etude.tasks.installation.shell_text import apt_packages, pip_installs, test_commands
+from etude.tasks.installation.shell_text import apt_packages, find_test_commands, pip_installs
 
 PIP = "python -m pip install"
 EXTRAS = ("tests", "test", "testing", "dev", "all")  # in the order in which they are tried
@@ -424,7 +424,7 @@ def _scripts(files: Mapping[str, str]) -> Iterator[str]:
 def _tests(project: PythonProject) -> Iterator[TestProposal]:
     """Yield test commands, best first: pytest as configured, on the directories of tests, then those of tox and CI."""
     texts = [project.files.get("tox.ini", ""), *_scripts(project.files)]
-    named = [command for text in texts for command in test_commands(text)]
+    named = [command for text in texts for command in find_test_commands(text)]
     files = [path for path in project.paths if TEST_FILE.search(path) and not path.startswith((".", "docs/"))]
     tops = unique([_test_directory(path) for path in files])
     if any(top.split("/")[-1] in TEST_DIRECTORIES for top in tops):

@@ -9,12 +9,17 @@ The result is an image in the pod store, the script that replays it, and the sta
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from etude.errors import InputError
+from etude.harness.open_client import open_model_client
 from etude.pods.fleet import Fleet
 from etude.pods.pod import PodError
 from etude.system.progress import ProgressCallback
+from etude.tasks.base_images import host_python
+from etude.tasks.installation.agents import AgentStages, install_by_sessions
 from etude.tasks.installation.dependencies import dependency_digest
 from etude.tasks.installation.detect import propose
 from etude.tasks.installation.package_index import (
@@ -29,17 +34,40 @@ from etude.tasks.installation.package_index import (
 )
 from etude.tasks.installation.proposal import Proposal
 from etude.tasks.installation.result import Installation, InstallationFailed
-from etude.tasks.installation.setup_pod import InstallLog, InstallOptions, available_pythons, base_image
+from etude.tasks.installation.setup_pod import (
+    REGISTRIES,
+    InstallContext,
+    InstallLog,
+    InstallOptions,
+    available_pythons,
+    base_image,
+)
 from etude.tasks.installation.snapshot import RepositorySnapshot
-from etude.tasks.installation.stage0 import Trial0, explore
+from etude.tasks.installation.stage0 import explore
+from etude.tasks.installation.test_run import TestCommand
 from etude.tasks.installation.verification import Replay, Verification, replay_script, verify_tests
-from etude.tasks.installation.workspace import local_store, with_files
+from etude.tasks.session_agent import OpenModel
 
 __all__ = ["InstallOptions", "InstallationFailed", "install"]
 
+LAST = {"no-toolchain", "secret"}  # reasons that other versions of packages do not change
+
 
 def ignore_progress(done: int, total: int, note: str = "") -> None:
-    """Default of `progress`: shows nothing."""
+    """Show nothing."""
+
+
+@dataclass(frozen=True)
+class _Installed:
+    """What a stage achieved."""
+
+    script: str
+    base: str
+    command: TestCommand
+    replay: Replay
+    verification: Verification
+    view: View
+    facts: Mapping[str, object] = field(default_factory=dict)
 
 
 async def install(
@@ -48,8 +76,12 @@ async def install(
     options: InstallOptions,
     progress: ProgressCallback = ignore_progress,
     log: InstallLog | None = None,
+    open_model: OpenModel | None = None,
 ) -> Installation:
-    """Return the installation of a revision; raise InstallationFailed with a reason by code."""
+    """Return the installation of a revision; raise InstallationFailed with a reason by code.
+
+    `open_model` opens the model of stages 1 and 2; default: the one that the options name.
+    """
     log = log or InstallLog()
     log.secrets = options.secrets
     if repository.submodules and not options.submodules:
@@ -57,47 +89,38 @@ async def install(
             f"{repository.label}: {repository.submodules[0]} is a submodule, whose files are in another repository; "
             "--without-submodules installs without them"
         )
+    if options.model is not None and open_model is None:
+        open_model = partial(open_model_client, options.model)
     started = time.monotonic()
-    proposal = propose(repository, available_pythons(options.images), options.project)
-    if proposal.ecosystem == "python" and not proposal.base:
-        raise InstallationFailed(
-            "python-version",
-            f"{repository.label}: it needs another Python than {', '.join(available_pythons(options.images)) or 'none'}; "
-            "make an image with one and pass --map python:VERSION=IMAGE",
-        )
     try:
         with open_package_index(index_settings(repository, options)) as index:
-            deadline = time.monotonic() + options.timeout_s
-            found = await _install_stage0(fleet, repository, proposal, index, options, log, deadline, progress)
+            made = await _run_stages(fleet, repository, index, options, log, progress, open_model)
             undated = sorted(index.undated)
     except PodError as error:
         raise InstallationFailed("pod", f"{repository.label}: {error}", log.text) from error
-    trial, replay, verification = found
-    facts: dict[str, object] = {
-        "stage": 0,
+    facts = {
         "seconds": round(time.monotonic() - started, 1),
         "egress_bytes": log.egress_bytes,
-        "as_of": index.as_of.isoformat() if index.as_of is not None and trial.view != "all" else "",
-        "packages": trial.view,
+        "as_of": index.as_of.isoformat() if index.as_of is not None and made.view != "all" else "",
+        "packages": made.view,
         "undated": undated,
-        "flaky": list(verification.flaky),
-        "test_seconds": list(verification.seconds),
-        "restored": list(replay.restored),
-        "sources": list(proposal.sources),
+        "flaky": list(made.verification.flaky),
+        "test_seconds": list(made.verification.seconds),
+        "restored": list(made.replay.restored),
     }
     return Installation(
         repository=repository.name,
         commit=repository.commit,
-        script=trial.script,
-        base=proposal.base,
-        image=replay.image.name,
-        env=dict(trial.command.env),
-        test_command=trial.command.command,
-        framework=trial.command.framework,
-        tests=verification.tests,
-        dependency_digest=dependency_digest(repository, proposal.project),
-        project=proposal.project,
-        facts=facts,
+        script=made.script,
+        base=made.base,
+        image=made.replay.image.name,
+        env=dict(made.command.env),
+        test_command=made.command.command,
+        framework=made.command.framework,
+        tests=made.verification.tests,
+        dependency_digest=dependency_digest(repository, options.project),
+        project=options.project,
+        facts={**facts, **made.facts},
     )
 
 
@@ -115,38 +138,93 @@ def index_settings(repository: RepositorySnapshot, options: InstallOptions) -> I
     )
 
 
-async def _install_stage0(
+async def _run_stages(
     fleet: Fleet,
     repository: RepositorySnapshot,
-    proposal: Proposal,
     index: PackageIndex,
     options: InstallOptions,
     log: InstallLog,
-    deadline: float,
     progress: ProgressCallback,
-) -> tuple[Trial0, Replay, Verification]:
-    """Try the proposal with packages of the date, then with newer tools, then with all; verify the first that works."""
-    views: Sequence[View] = VIEWS if index.as_of is not None and proposal.ecosystem == "python" else ("all",)
-    views = ("dated",) if index.as_of is not None and proposal.ecosystem == "node" else views
-    base = await base_image(fleet, proposal.base, options.images)
-    store = local_store(fleet)
-    image = with_files(store, base, repository.files)
-    first: InstallationFailed | None = None
-    for view in views:
-        log.note(f"== packages: {view}")
+    open_model: OpenModel | None,
+) -> _Installed:
+    """Run stage 0, and stages 1 and 2 if it fails and there is a model."""
+    failure: InstallationFailed | None = None
+    if not options.skip_detectors:
         try:
-            trial = await explore(fleet, image, repository, proposal, index, view, options, log, deadline, progress)
-            progress(len(proposal.steps) + 1, len(proposal.steps) + 3, "replaying the script in a fresh pod")
-            replay = await replay_script(
-                fleet, base, repository, trial.script, store, proposal.ecosystem, index, view, options, log, deadline
-            )
-            progress(len(proposal.steps) + 2, len(proposal.steps) + 3, "testing without a network")
-            verification = await verify_tests(fleet, replay.image, trial.command, repository.label, options, log)
-            return trial, replay, verification
+            return await _install_by_detectors(fleet, repository, index, options, log, progress)
+        except InstallationFailed as error:
+            if open_model is None or error.reason in ("several-projects", "secret"):
+                raise
+            failure = error
+    assert open_model is not None
+    base = f"python:{host_python()}" if host_python() else "host"
+    context = InstallContext(
+        fleet,
+        repository,
+        await base_image(fleet, base, options.images),
+        index,
+        "tools" if index.as_of is not None else "all",
+        options,
+        log,
+        time.monotonic() + options.timeout_s,
+        tuple(host for hosts in REGISTRIES.values() for host in hosts),
+    )
+    stages = AgentStages()
+    found = await install_by_sessions(context, open_model, stages, progress)
+    facts: dict[str, object] = {"stage": 2, "attempt": found.attempt, "failures": stages.failures}
+    facts |= {"proposals": stages.proposals, "targets": [each.to_json() for each in stages.targets]}
+    facts |= {"stage_0": str(failure) if failure else "", "sampled_tokens": stages.sampled_tokens}
+    return _Installed(found.script, base, found.command, found.replay, found.verification, context.view, facts)
+
+
+async def _install_by_detectors(
+    fleet: Fleet,
+    repository: RepositorySnapshot,
+    index: PackageIndex,
+    options: InstallOptions,
+    log: InstallLog,
+    progress: ProgressCallback,
+) -> _Installed:
+    """Try the proposal with packages of the date, then with newer tools, then with all; verify the first that works."""
+    proposal = propose(repository, available_pythons(options.images), options.project)
+    if not proposal.base:
+        raise InstallationFailed(
+            "python-version",
+            f"{repository.label}: it accepts no Python of this host ({', '.join(available_pythons(options.images))}); "
+            "make an image with one that it accepts and pass --map python:VERSION=IMAGE",
+        )
+    views: Sequence[View] = VIEWS if proposal.ecosystem == "python" else ("dated",)
+    first: InstallationFailed | None = None
+    context = InstallContext(
+        fleet,
+        repository,
+        await base_image(fleet, proposal.base, options.images),
+        index,
+        "all",
+        options,
+        log,
+        time.monotonic() + options.timeout_s,
+        REGISTRIES[proposal.ecosystem],
+    )
+    for view in views if index.as_of is not None else ("all",):
+        log.note(f"== stage 0, packages: {view}")
+        try:
+            return await _install_view(replace(context, view=view), proposal, progress)
         except InstallationFailed as error:
             log.note(f"failed: {error}")
             first = first or error
-            if time.monotonic() > deadline or error.reason in ("no-toolchain", "secret"):
-                raise
+            if time.monotonic() > context.deadline or error.reason in LAST:
+                break
     assert first is not None
     raise InstallationFailed(first.reason, re.sub(r" \[[\w-]+\]$", "", str(first)), log.text)
+
+
+async def _install_view(context: InstallContext, proposal: Proposal, progress: ProgressCallback) -> _Installed:
+    """Explore, replay and verify with the packages of one view of the index."""
+    explored = await explore(context, proposal, progress)
+    progress(len(proposal.steps) + 1, len(proposal.steps) + 3, "replaying the script in a fresh pod")
+    replay = await replay_script(context, explored.script)
+    progress(len(proposal.steps) + 2, len(proposal.steps) + 3, "testing without a network")
+    verification = await verify_tests(context, replay.image, explored.command)
+    facts: dict[str, object] = {"stage": 0, "sources": list(proposal.sources)}
+    return _Installed(explored.script, proposal.base, explored.command, replay, verification, context.view, facts)

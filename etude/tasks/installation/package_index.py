@@ -33,6 +33,7 @@ from urllib.parse import quote, unquote, urljoin, urlsplit, urlunsplit
 
 from etude.errors import InputError
 from etude.files import write_atomically
+from etude.pods.network.policy import PROXY_ADDRESS, PROXY_PORT
 
 PYPI = "https://pypi.org/simple/"
 JSON_TYPE = "application/vnd.pypi.simple.v1+json"
@@ -184,7 +185,14 @@ class PackageIndex:
         url = self.url(view)
         direct = {"NO_PROXY": "", "no_proxy": ""}  # this machine is behind the pod's proxy, too
         dated = {"NPM_CONFIG_BEFORE": self.as_of.isoformat()} if self.as_of is not None and view != "all" else {}
-        pip = {"PIP_INDEX_URL": url, "PIP_NO_INPUT": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_RETRIES": "1"}
+        # With its own setting pip asks the proxy also for this machine, which NO_PROXY of a pod excludes.
+        pip = {
+            "PIP_INDEX_URL": url,
+            "PIP_PROXY": f"http://{PROXY_ADDRESS}:{PROXY_PORT}",
+            "PIP_NO_INPUT": "1",
+            "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+            "PIP_RETRIES": "1",
+        }
         return {
             **pip,
             "PIP_NO_CACHE_DIR": "1",

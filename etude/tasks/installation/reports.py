@@ -7,6 +7,7 @@ status counts.
 import json
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from etude.tasks.checks.inside.swe_log import parse_django
 
@@ -34,7 +35,7 @@ def read_statuses(framework: str, output: str, report: str = "") -> dict[str, st
 
 def report_lines(report: str) -> list[Mapping[str, object]]:
     """Return the objects in a report of our pytest plugin; a line that was cut off is left out."""
-    found = []
+    found: list[Mapping[str, object]] = []
     for line in report.splitlines():
         try:
             value = json.loads(line)
@@ -131,7 +132,7 @@ def record(found: dict[str, str], name: str, status: str) -> None:
         found[name] = status
 
 
-def _json_object(output: str, key: str) -> dict[str, list[dict[str, object]]]:
+def _json_object(output: str, key: str) -> dict[str, Any]:
     """Return the JSON object with a key in text that other lines may surround."""
     decoder = json.JSONDecoder()
     for match in re.finditer(r"\{", output):

@@ -6,18 +6,23 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from etude.errors import InputError
 from etude.harness.model_options import ModelOptions
 from etude.pods.fleet import Fleet
 from etude.pods.images.records import Image
+from etude.pods.images.store import Store
 from etude.pods.pod import Egress, ExecResult, Pod
 from etude.tasks.base_images import HostSettings, host_python, python_image, resolve_base_image
 from etude.tasks.generators.image import EXCLUDED_BINDS
 from etude.tasks.installation.package_index import PackageIndex, View
 from etude.tasks.installation.proposal import Ecosystem
+from etude.tasks.installation.result import WORKSPACE, InstallationFailed
 from etude.tasks.installation.script import redact
+from etude.tasks.installation.snapshot import RepositorySnapshot
+from etude.tasks.installation.workspace import local_store, with_files
 
 # Registries that no index of ours stands for.
 REGISTRIES: Mapping[Ecosystem, tuple[str, ...]] = {
@@ -49,8 +54,8 @@ class InstallOptions:
     timeout_s: float = 1800.0
     test_timeout_s: float = 600.0
     cache: Path | None = None  # of package files
-    model: ModelOptions | None = None  # of stages 1 and 2, if stage 0 fails
-    stages: tuple[int, ...] = (0,)
+    model: ModelOptions | None = None  # of stages 1 and 2, which follow if stage 0 fails
+    skip_detectors: bool = False  # start with stage 1
 
 
 @dataclass
@@ -115,25 +120,51 @@ class SetupPod:
         return done
 
 
+@dataclass(frozen=True)
+class InstallContext:
+    """What all parts of one installation share."""
+
+    fleet: Fleet
+    snapshot: RepositorySnapshot
+    base: Image  # without the repository's files
+    index: PackageIndex
+    view: View
+    options: InstallOptions
+    log: InstallLog
+    deadline: float  # of the set-up, on the monotonic clock
+    registries: tuple[str, ...] = ()  # that set-up pods reach besides the index
+
+    @property
+    def label(self) -> str:
+        return self.snapshot.label
+
+    @property
+    def store(self) -> Store:
+        return local_store(self.fleet)
+
+    @cached_property
+    def start(self) -> Image:
+        """The base image with the repository's files in the workspace."""
+        return with_files(self.store, self.base, self.snapshot.files)
+
+    @property
+    def egress(self) -> Egress:
+        return Egress.to(self.index.rule, *self.registries, *DEBIAN, *self.options.allow, private=True)
+
+    def failed(self, reason: str, why: str) -> InstallationFailed:
+        """Return the error of this installation for a reason by code."""
+        return InstallationFailed(reason, f"{self.label}: {why}", self.log.text)
+
+
 @asynccontextmanager
 async def open_setup_pod(
-    fleet: Fleet,
-    image: Image,
-    ecosystem: Ecosystem,
-    index: PackageIndex,
-    view: View,
-    options: InstallOptions,
-    log: InstallLog,
-    *,
-    directory: str,
-    env: Mapping[str, str],
-    deadline: float,
+    context: InstallContext, directory: str = WORKSPACE, env: Mapping[str, str] | None = None
 ) -> AsyncIterator[SetupPod]:
     """Open a pod for set-up commands: it reaches the index, the registries of its ecosystem and allowed hosts."""
-    egress = Egress.to(index.rule, *REGISTRIES[ecosystem], *DEBIAN, *options.allow, private=True)
-    pod = await fleet.create(image, egress=egress, storage="disk")
+    pod = await context.fleet.create(context.start, egress=context.egress, storage="disk")
+    variables = {**context.index.environment(context.view), **context.options.secrets, **(env or {})}
     try:
-        yield SetupPod(pod, {**index.environment(view), **options.secrets, **env}, directory, log, deadline)
+        yield SetupPod(pod, variables, directory, context.log, context.deadline)
     finally:
-        log.count(pod)
+        context.log.count(pod)
         await pod.close()

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 
 _PREFIX = re.compile(
-    r"^(?:[-\s@]*)(?:(?:run|script|command|before_script|postCreateCommand|RUN|CMD)\b\s*[:=]?\s*)?[|>'\"-]*\s*"
+    r"^(?:[-\s@]*)(?:(?:run|script|commands?|before_script|postCreateCommand|RUN|CMD)\b\s*[:=]?\s*)?[|>'\"-]*\s*"
 )
 _ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=\S*$")
 _RUNNERS = ("uv", "poetry", "pdm", "hatch", "rye", "pipenv")
@@ -84,7 +84,7 @@ def apt_packages(text: str) -> list[str]:
     return found
 
 
-def test_commands(text: str) -> list[str]:
+def find_test_commands(text: str) -> list[str]:
     """Return the commands of a text that run pytest, unittest or setup.py test, without options that only report."""
     found = []
     for words in commands(text):

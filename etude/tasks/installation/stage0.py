@@ -6,17 +6,14 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from etude.pods.fleet import Fleet
-from etude.pods.images.records import Image
 from etude.system.progress import ProgressCallback
 from etude.tasks.installation.detect_other import required_programs
 from etude.tasks.installation.detect_python import PIP
-from etude.tasks.installation.package_index import PackageIndex, View
 from etude.tasks.installation.proposal import Proposal, SetupStep
 from etude.tasks.installation.repairs import missing_header, missing_packages
-from etude.tasks.installation.result import WORKSPACE, InstallationFailed
+from etude.tasks.installation.result import WORKSPACE
 from etude.tasks.installation.script import compose_script
-from etude.tasks.installation.setup_pod import InstallLog, InstallOptions, SetupPod, open_setup_pod
+from etude.tasks.installation.setup_pod import InstallContext, SetupPod, open_setup_pod
 from etude.tasks.installation.snapshot import RepositorySnapshot
 from etude.tasks.installation.test_run import TestCommand, TestRun, run_tests
 from etude.tasks.installation.verification import summarize, why_unacceptable
@@ -27,85 +24,53 @@ _APT = "apt-get update -q && apt-get install -y -q --no-install-recommends"
 
 
 @dataclass(frozen=True)
-class Trial0:
+class ExploredSetup:
     """What worked in the exploration: the script and the test command."""
 
     script: str
     command: TestCommand
-    view: View
 
 
 @dataclass
 class _Exploration:
     """The state of one exploration."""
 
-    snapshot: RepositorySnapshot
+    context: InstallContext
     proposal: Proposal
     setup: SetupPod
-    options: InstallOptions
-    log: InstallLog
     commands: list[str]
 
-    @property
-    def directory(self) -> str:
-        return self.setup.directory
 
-
-async def explore(
-    fleet: Fleet,
-    image: Image,
-    snapshot: RepositorySnapshot,
-    proposal: Proposal,
-    index: PackageIndex,
-    view: View,
-    options: InstallOptions,
-    log: InstallLog,
-    deadline: float,
-    progress: ProgressCallback,
-) -> Trial0:
+async def explore(context: InstallContext, proposal: Proposal, progress: ProgressCallback) -> ExploredSetup:
     """Run the steps and test commands of a proposal; raise InstallationFailed with the reason of the best attempt."""
-    project = proposal.project
+    project, index, total = proposal.project, context.index, len(proposal.steps) + 3
     directory = f"{WORKSPACE}/{project}" if project else WORKSPACE
-    opened = open_setup_pod(
-        fleet,
-        image,
-        proposal.ecosystem,
-        index,
-        view,
-        options,
-        log,
-        directory=directory,
-        env=proposal.env,
-        deadline=deadline,
-    )
-    async with opened as setup:
-        state = _Exploration(snapshot, proposal, setup, options, log, [])
+    async with open_setup_pod(context, directory, proposal.env) as setup:
+        state = _Exploration(context, proposal, setup, [])
         await _check_programs(state)
         if proposal.apt:
             await _install_system_packages(state)
         for number, step in enumerate(proposal.steps):
-            progress(number, len(proposal.steps) + 3, step.name)
+            progress(number, total, step.name)
             await _run_step(state, step)
-        progress(len(proposal.steps), len(proposal.steps) + 3, "tests")
+        progress(len(proposal.steps), total, "tests")
         command = await _find_test_command(state)
         pins = await _pins(state) if proposal.ecosystem == "python" else []
-    title = f"Installs {snapshot.label} in the image {proposal.base}, which has its files in {WORKSPACE}."
-    if view != "all" and index.as_of is not None:
-        title += f"\nPackages are those of {index.as_of.isoformat()}" + (
-            ", build tools and test runners those of the installation." if view == "tools" else "."
-        )
-    return Trial0(compose_script(title, project, proposal.env, state.commands, pins), command, view)
+    title = f"Installs {context.label} in the image {proposal.base}, which has its files in {WORKSPACE}."
+    if context.view != "all" and index.as_of is not None:
+        newer = ", build tools and test runners those of the installation" if context.view == "tools" else ""
+        title += f"\nPackages are those of {index.as_of.isoformat()}{newer}."
+    return ExploredSetup(compose_script(title, project, proposal.env, state.commands, pins), command)
 
 
 async def _check_programs(state: _Exploration) -> None:
     programs = required_programs(state.proposal)
     missing = [each for each in programs if not (await state.setup.pod.exec(["sh", "-c", f"command -v {each}"])).ok]
     if missing:
-        raise InstallationFailed(
+        raise state.context.failed(
             "no-toolchain",
-            f"{state.snapshot.label}: {' and '.join(missing)} is not in the image {state.proposal.base}; "
+            f"{' and '.join(missing)} is not in the image {state.proposal.base}; "
             f"install it on this host or pass --map {state.proposal.base}=IMAGE",
-            state.log.text,
         )
 
 
@@ -113,7 +78,7 @@ async def _install_system_packages(state: _Exploration) -> None:
     """Install the Debian packages that CI installs; without root or a writable system this is left out."""
     command = f"{_APT} {shlex.join(state.proposal.apt)}"
     if not (await state.setup.run("test -w /var/lib/dpkg/status")).ok:
-        state.log.note(f"left out, because Debian packages cannot be installed in this image: {command}")
+        state.context.log.note(f"left out, because Debian packages cannot be installed in this image: {command}")
         return
     if (await state.setup.run(command)).ok:
         state.commands.append(command)
@@ -128,11 +93,9 @@ async def _run_step(state: _Exploration, step: SetupStep) -> None:
             return
         output = output or done.stdout + done.stderr  # of the best alternative
         if time.monotonic() > state.setup.deadline:
-            raise InstallationFailed(
-                "timeout", f"{state.snapshot.label}: the time limit ended in {step.name}", state.log.text
-            )
+            raise state.context.failed("timeout", f"the time limit ended in {step.name}")
     if not step.required:
-        state.log.note(f"left out: {step.name}")
+        state.context.log.note(f"left out: {step.name}")
         return
     reason = step.reason
     missing = missing_header(output)
@@ -143,7 +106,7 @@ async def _run_step(state: _Exploration, step: SetupStep) -> None:
     elif re.search(r"requires a different Python|requires Python", output):
         reason = "python-version"
     why = missing or _last_error(output)
-    raise InstallationFailed(reason, f"{state.snapshot.label}: {step.name} cannot be installed: {why}", state.log.text)
+    raise state.context.failed(reason, f"{step.name} cannot be installed: {why}")
 
 
 def _last_error(output: str) -> str:
@@ -156,21 +119,21 @@ async def _find_test_command(state: _Exploration) -> TestCommand:
     """Return the first test command whose run shows that the repository is installed, after repairs."""
     failures: list[tuple[int, tuple[str, str]]] = []
     for candidate in state.proposal.tests:
-        command = TestCommand(candidate.command, candidate.framework, state.directory)
+        command = TestCommand(candidate.command, candidate.framework, state.setup.directory)
         run = await _repaired_run(state, command)
-        why = why_unacceptable(run, state.options.min_passing)
+        why = why_unacceptable(run, state.context.options.min_passing)
         if why is None:
             return command
         failures.append((len(run.passed), why))
         if run.statuses and run.collection_errors and candidate.framework == "pytest":
             more = replace(command, command=f"{command.command} --continue-on-collection-errors")
             run = await _test(state, more)
-            if why_unacceptable(run, state.options.min_passing) is None:
+            if why_unacceptable(run, state.context.options.min_passing) is None:
                 return more
         if time.monotonic() > state.setup.deadline:
             break
     reason, text = max(failures, key=lambda each: each[0])[1]
-    raise InstallationFailed(reason, f"{state.snapshot.label}: {text}", state.log.text)
+    raise state.context.failed(reason, f"{text}")
 
 
 async def _repaired_run(state: _Exploration, command: TestCommand) -> TestRun:
@@ -179,7 +142,7 @@ async def _repaired_run(state: _Exploration, command: TestCommand) -> TestRun:
     tried: set[str] = set()
     for _ in range(MAX_REPAIRS if state.proposal.ecosystem == "python" else 0):
         text = run.output + "\n".join(run.texts.values())
-        found = [each for each in missing_packages(text, _own_modules(state.snapshot)) if each not in tried]
+        found = [each for each in missing_packages(text, _own_modules(state.context.snapshot)) if each not in tried]
         if not found:
             break
         tried.update(found)
@@ -199,10 +162,12 @@ async def _install_package(state: _Exploration, requirement: str) -> bool:
 
 
 async def _test(state: _Exploration, command: TestCommand) -> TestRun:
-    left = max(1.0, min(state.options.test_timeout_s, state.setup.deadline - time.monotonic()))
+    left = max(1.0, min(state.context.options.test_timeout_s, state.setup.deadline - time.monotonic()))
     # Without the network variables, so that tests behave as they do later.
     run = await run_tests(state.setup.pod, replace(command, env={"NO_PROXY": "*", "no_proxy": "*"}), timeout=left)
-    state.log.note(f"$ {command.command}\n{run.output[-3000:]}\n[{summarize(run.statuses)}, exit code {run.exit_code}]")
+    state.context.log.note(
+        f"$ {command.command}\n{run.output[-3000:]}\n[{summarize(run.statuses)}, exit code {run.exit_code}]"
+    )
     return run
 
 

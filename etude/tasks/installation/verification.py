@@ -11,17 +11,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from etude.pods.fleet import Fleet
+from etude.globs import Globs
 from etude.pods.images.records import Image, Layer
 from etude.pods.images.store import Store
-from etude.pods.pod import DiffTooLarge, Pod
-from etude.pods.workspace import FileState, changed_files, read_files, touched_paths
-from etude.tasks.installation.package_index import PackageIndex, View
-from etude.tasks.installation.proposal import Ecosystem
+from etude.pods.pod import DiffTooLarge, FileInfo, Pod
+from etude.pods.workspace import FileState, changed_files, parents, read_files, touched_paths
 from etude.tasks.installation.repairs import is_network_failure, missing_modules
-from etude.tasks.installation.result import FLAKY, WORKSPACE, InstallationFailed
-from etude.tasks.installation.script import DIRECTORY, masked_failure, masked_test_command
-from etude.tasks.installation.setup_pod import InstallLog, InstallOptions, open_setup_pod
+from etude.tasks.installation.result import FLAKY, WORKSPACE
+from etude.tasks.installation.script import DIRECTORY, MOCKS, masked_failure, masked_test_command
+from etude.tasks.installation.setup_pod import InstallContext, open_setup_pod
 from etude.tasks.installation.snapshot import MAX_FILE_BYTES, MAX_TOTAL_BYTES, RepositorySnapshot
 from etude.tasks.installation.test_run import TestCommand, TestRun, run_tests
 from etude.tasks.installation.workspace import with_files
@@ -32,7 +30,22 @@ STEERING = frozenset(
     {"conftest.py", "pytest.ini", "pytest.toml", ".pytest.ini", "tox.ini", "setup.cfg", "sitecustomize.py"}
     | {"usercustomize.py", "pytest.py", "unittest.py", "_pytest", "pluggy.py", "pytest", "unittest", "pluggy"}
 )
-BUILT = ("build", "dist", "node_modules", ".venv", "target", ".tox", ".nox", ".eggs")
+BUILT = frozenset(
+    {
+        "build",
+        "dist",
+        "node_modules",
+        ".venv",
+        "target",
+        ".tox",
+        ".nox",
+        ".eggs",
+        "__pycache__",
+        ".pytest_cache",
+        ".git",
+    }
+)
+COMPILED = (".so", ".pyc", ".pyd", ".o", ".a", ".mo", "_version.py", "version.py", ".c", ".cpp", ".lock", "-lock.json")
 MAX_SCANNED = 64 << 20  # bytes of a file in which secrets are looked for
 
 
@@ -54,64 +67,34 @@ class Verification:
     seconds: tuple[float, ...] = field(default_factory=tuple)
 
 
-async def replay_script(
-    fleet: Fleet,
-    base: Image,
-    snapshot: RepositorySnapshot,
-    script: str,
-    store: Store,
-    ecosystem: Ecosystem,
-    index: PackageIndex,
-    view: View,
-    options: InstallOptions,
-    log: InstallLog,
-    deadline: float,
-    *,
-    strict: bool = False,
-) -> Replay:
+async def replay_script(context: InstallContext, script: str, *, strict: bool = False) -> Replay:
     """Run a script in a fresh pod of the base image with the repository's files; return the resulting image.
 
-    With `strict` a changed file of the repository fails the replay; otherwise it is put back.
+    With `strict`, changed and new files in the workspace fail the replay; otherwise changed ones are put back.
     """
     if masked := masked_failure(script):
-        raise InstallationFailed(
-            "masked-failure", f"{snapshot.label}: the set-up script hides failures: {masked}", log.text
-        )
-    started = time.monotonic()
-    image = with_files(store, base, snapshot.files)
-    opened = open_setup_pod(
-        fleet, image, ecosystem, index, view, options, log, directory=WORKSPACE, env={}, deadline=deadline
-    )
-    async with opened as setup:
+        raise context.failed("masked-failure", f"the set-up script hides failures: {masked}")
+    started, snapshot, store = time.monotonic(), context.snapshot, context.store
+    async with open_setup_pod(context) as setup:
         await setup.pod.write(SCRIPT_PATH, script, mode=0o755)
-        done = await setup.run(f"bash {SCRIPT_PATH}", timeout=options.timeout_s)
+        done = await setup.run(f"bash {SCRIPT_PATH}", timeout=context.options.timeout_s)
         if not done.ok:
             why = "took too long" if done.timed_out else f"failed with exit code {done.exit_code}"
-            last = (done.stdout + done.stderr).strip().splitlines()[-1:]
-            raise InstallationFailed(
-                "timeout" if done.timed_out else "script-fails",
-                f"{snapshot.label}: the set-up script {why} in a fresh pod: {' '.join(last)[:300]}",
-                log.text,
-            )
+            last = " ".join((done.stdout + done.stderr).strip().splitlines()[-1:])[:300]
+            reason = "timeout" if done.timed_out else "script-fails"
+            raise context.failed(reason, f"the set-up script {why} in a fresh pod: {last}")
         changed = await changed_tracked_files(setup.pod, snapshot)
-        added = await steering_files(setup.pod, snapshot)
-        if added:
-            raise InstallationFailed(
-                "edited-files",
-                f"{snapshot.label}: the set-up adds {', '.join(added[:5])}, which change how tests run",
-                log.text,
-            )
+        if added := await steering_files(setup.pod, snapshot):
+            raise context.failed("edited-files", f"the set-up adds {', '.join(added[:5])}, which change how tests run")
         if strict and changed:
-            raise InstallationFailed(
-                "edited-files",
-                f"{snapshot.label}: the set-up changes {', '.join(changed[:5])} of the repository",
-                log.text,
-            )
+            raise context.failed("edited-files", f"the set-up changes {', '.join(changed[:5])} of the repository")
+        if strict and (added := await foreign_files(setup.pod, snapshot)):
+            raise context.failed("edited-files", f"the set-up writes {', '.join(added[:5])}; mocks belong in {MOCKS}")
         sealed = await setup.pod.snapshot("fs")
     made = store.snapshot(sealed.id).image.layers
     try:
-        find_secrets(store, made[len(image.layers) :], options.secrets, snapshot.label)
-        result = image.with_(layers=made)
+        find_secrets(store, made[len(context.start.layers) :], context)
+        result = context.start.with_(layers=made)
         if changed:
             result = with_files(store, result, {path: snapshot.files[path] for path in changed})
         result = store.add_image(result.named(f"installed-{snapshot.name}-{result.id[:12]}".lower()))
@@ -139,24 +122,41 @@ def _same(state: FileState | None, expected: FileState) -> bool:
 
 async def steering_files(pod: Pod, snapshot: RepositorySnapshot) -> list[str]:
     """Return new files of the workspace that would change how tests run."""
-    try:
-        touched = await touched_paths(pod, WORKSPACE)
-    except DiffTooLarge:
-        return []
+    new = await _new_paths(pod, snapshot)
+    return sorted(path for path in new if path.split("/")[-1] in STEERING and not _is_built(path))
+
+
+async def foreign_files(pod: Pod, snapshot: RepositorySnapshot) -> list[str]:
+    """Return new files of the workspace that no build makes: not ignored by git, and no link to a mock."""
+    ignored = Globs(snapshot.text(".gitignore").splitlines())
     found = []
-    for path, info in touched.items():
-        parts = path.split("/")
-        known = path in snapshot.files or any(each.startswith(f"{path}/") for each in snapshot.files)
-        if info is None or known or parts[-1] not in STEERING or parts[0] in BUILT or "node_modules" in parts:
+    for path, info in (await _new_paths(pod, snapshot)).items():
+        is_mock = info.kind == "symlink" and info.target.startswith(f"{MOCKS}/")
+        if info.kind == "directory" or is_mock or _is_built(path) or path.endswith(COMPILED):
             continue
-        if not any(each.endswith((".egg-info", ".dist-info")) for each in parts):
+        if not any(ignored.matches(each) for each in (path, *parents(path))):
             found.append(path)
     return sorted(found)
 
 
-def find_secrets(store: Store, layers: Sequence[Layer], secrets_by_name: Mapping[str, str], label: str) -> None:
+def _is_built(path: str) -> bool:
+    parts = path.split("/")
+    return bool(BUILT & {*parts}) or any(each.endswith((".egg-info", ".dist-info")) for each in parts)
+
+
+async def _new_paths(pod: Pod, snapshot: RepositorySnapshot) -> dict[str, FileInfo]:
+    """Return what is in the workspace and not in the repository."""
+    try:
+        touched = await touched_paths(pod, WORKSPACE)
+    except DiffTooLarge:
+        return {}
+    known = {*snapshot.files, *(parent for path in snapshot.files for parent in parents(path)), ""}
+    return {path: info for path, info in touched.items() if info is not None and path not in known}
+
+
+def find_secrets(store: Store, layers: Sequence[Layer], context: InstallContext) -> None:
     """Raise InstallationFailed if the value of a secret is in a file of these layers."""
-    values = {name: value.encode() for name, value in secrets_by_name.items() if value}
+    values = {name: value.encode() for name, value in context.options.secrets.items() if value}
     for layer in layers if values else ():
         top = str(store.layer_path(layer))
         for directory, _, names in os.walk(top):
@@ -167,44 +167,36 @@ def find_secrets(store: Store, layers: Sequence[Layer], secrets_by_name: Mapping
                     continue
                 with open(path, "rb") as file:
                     data = file.read()
-                for secret, value in values.items():
-                    if value in data:
-                        inside = path.removeprefix(top)
-                        raise InstallationFailed(
-                            "secret", f"{label}: the set-up writes the secret {secret} to {inside}"
-                        )
+                for secret in (secret for secret, value in values.items() if value in data):
+                    raise context.failed("secret", f"the set-up writes the secret {secret} to {path.removeprefix(top)}")
 
 
 # ------------------------------------------------------------------------------------------------- tests
 
 
-async def verify_tests(
-    fleet: Fleet, image: Image, command: TestCommand, label: str, options: InstallOptions, log: InstallLog
-) -> Verification:
+async def verify_tests(context: InstallContext, image: Image, command: TestCommand) -> Verification:
     """Run the tests of an image several times, each in a fresh pod without network; raise InstallationFailed."""
     if masked := masked_test_command(command.command):
-        raise InstallationFailed(
-            "masked-failure", f"{label}: the test command `{command.command}` has {masked}", log.text
-        )
+        raise context.failed("masked-failure", f"the test command `{command.command}` has {masked}")
+    options, log = context.options, context.log
     runs: list[TestRun] = []
     for number in range(options.reruns):
         probes = command.framework == "pytest" and number == options.reruns - 1
-        async with await fleet.create(image) as pod:
+        async with await context.fleet.create(image) as pod:
             run = await run_tests(pod, command, timeout=options.test_timeout_s, probes=probes)
         runs.append(run)
         log.note(f"test run {number + 1}: {summarize(run.statuses)}, exit code {run.exit_code}, {run.seconds:.1f} s")
         if not number:
-            check_run(run, label, options.min_passing, log)
-    check_probes(runs[-1], command, label, log)
+            check_run(context, run)
+    check_probes(context, runs[-1], command)
     return merge_runs(runs)
 
 
-def check_run(run: TestRun, label: str, min_passing: float, log: InstallLog) -> None:
+def check_run(context: InstallContext, run: TestRun) -> None:
     """Raise InstallationFailed unless enough of the tests of a run pass."""
-    reason = why_unacceptable(run, min_passing)
-    if reason is not None:
-        log.note(run.output[-6000:])
-        raise InstallationFailed(reason[0], f"{label}: {reason[1]}", log.text)
+    if reason := why_unacceptable(run, context.options.min_passing):
+        context.log.note(run.output[-6000:])
+        raise context.failed(*reason)
 
 
 def why_unacceptable(run: TestRun, min_passing: float) -> tuple[str, str] | None:
@@ -230,14 +222,12 @@ def why_unacceptable(run: TestRun, min_passing: float) -> tuple[str, str] | None
     return ("network" if is_network_failure(text) else "tests-fail"), shown
 
 
-def check_probes(run: TestRun, command: TestCommand, label: str, log: InstallLog) -> None:
+def check_probes(context: InstallContext, run: TestRun, command: TestCommand) -> None:
     """Raise InstallationFailed if the runner reports success for a test that must fail."""
-    if command.framework != "pytest":
-        return
-    if run.probes.get("failing") in ("failed", "error") and run.exit_code != 0:
+    if command.framework != "pytest" or (run.probes.get("failing") in ("failed", "error") and run.exit_code != 0):
         return
     why = f"a test that must fail is reported as {run.probes.get('failing')}, with exit code {run.exit_code}"
-    raise InstallationFailed("stubbed-runner", f"{label}: the test runner cannot be trusted: {why}", log.text)
+    raise context.failed("stubbed-runner", f"the test runner cannot be trusted: {why}")
 
 
 def merge_runs(runs: Sequence[TestRun]) -> Verification:

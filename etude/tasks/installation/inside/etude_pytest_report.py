@@ -8,6 +8,8 @@ It works in every pytest since version 3 and with xdist, and removes its variabl
 programs that the tests start are not reported. The files in $ETUDE_PROBES are collected in addition.
 """
 
+# mypy: allow-untyped-defs, allow-untyped-calls
+
 import glob
 import json
 import os
@@ -17,7 +19,7 @@ import time
 MAX_TEXT = 4000
 
 
-def pytest_configure(config):  # type: ignore[no-untyped-def]
+def pytest_configure(config):
     path, probes = os.environ.pop("ETUDE_REPORT", ""), os.environ.pop("ETUDE_PROBES", "")
     here = os.path.dirname(os.path.abspath(__file__))
     os.environ.pop("PYTEST_PLUGINS", None)
@@ -35,31 +37,31 @@ def pytest_configure(config):  # type: ignore[no-untyped-def]
 class StatusWriter:
     """Writes a line for every test when it is over."""
 
-    def __init__(self, file, probes):  # type: ignore[no-untyped-def]
+    def __init__(self, file, probes):
         self.file, self.probes, self.found, self.started = file, probes, {}, {}
-        self.items = []  # type: ignore[var-annotated]
+        self.items = []
 
-    def write(self, **fields):  # type: ignore[no-untyped-def]
+    def write(self, **fields):
         self.file.write(json.dumps(fields) + "\n")
         self.file.flush()
 
-    def pytest_itemcollected(self, item):  # type: ignore[no-untyped-def]
+    def pytest_itemcollected(self, item):
         if str(getattr(item, "fspath", "")) in self.probes:
             self.items.append(item)
 
-    def pytest_collection_finish(self, session):  # type: ignore[no-untyped-def]
+    def pytest_collection_finish(self, session):
         # -k and -m deselect probes, too
         session.items.extend(item for item in self.items if item not in session.items)
 
-    def pytest_collectreport(self, report):  # type: ignore[no-untyped-def]
+    def pytest_collectreport(self, report):
         if report.failed:
             text = str(report.longrepr)[-MAX_TEXT:]
             self.write(id=report.nodeid or ".", status="error", text=text, collection=True)
 
-    def pytest_runtest_logstart(self, nodeid, location):  # type: ignore[no-untyped-def]
+    def pytest_runtest_logstart(self, nodeid, location):
         self.started[nodeid] = time.time()
 
-    def pytest_runtest_logreport(self, report):  # type: ignore[no-untyped-def]
+    def pytest_runtest_logreport(self, report):
         status = str(report.outcome)
         if hasattr(report, "wasxfail"):
             status = "xfailed" if report.skipped else "xpassed"
@@ -69,10 +71,10 @@ class StatusWriter:
             text = str(report.longrepr)[-MAX_TEXT:] if report.failed else ""
             self.found[report.nodeid] = (status, text)
 
-    def pytest_runtest_logfinish(self, nodeid, location):  # type: ignore[no-untyped-def]
+    def pytest_runtest_logfinish(self, nodeid, location):
         status, text = self.found.pop(nodeid, ("missing", ""))
         seconds = round(time.time() - self.started.pop(nodeid, time.time()), 4)
         self.write(id=nodeid, status=status, seconds=seconds, text=text)
 
-    def pytest_sessionfinish(self, session, exitstatus):  # type: ignore[no-untyped-def]
+    def pytest_sessionfinish(self, session, exitstatus):
         self.write(end=int(exitstatus))
