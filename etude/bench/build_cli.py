@@ -25,6 +25,31 @@ EPILOG = (
     "  etude bench build . --out tasks/ours --split 2026-01-01 --logs --session-logs ~/sessions"
 )
 
+Issues = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR", help="Texts of issues as NUMBER.md; used where a commit names one.", show_default=False
+    ),
+]
+SessionLogs = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR", help="ATIF logs; the session whose lines a commit kept has its request.", show_default=False
+    ),
+]
+SplitAt = Annotated[
+    str,
+    typer.Option(
+        metavar="DATE|FRACTION",
+        help="Newer tasks go to OUT/bench, older ones to OUT/train: from a date, or a fraction for the benchmark.",
+        show_default=False,
+    ),
+]
+SetupHosts = Annotated[
+    list[str] | None,
+    typer.Option("--build-allow", metavar="HOST", help="Further host that set-up may connect to; repeatable."),
+]
+
 
 def build(
     repository: Annotated[
@@ -48,36 +73,16 @@ def build(
     prompts: Annotated[
         Literal["terse", "full"], typer.Option(help="Requests as people write them, or over-specified ones.")
     ] = "terse",
-    issues: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR", help="Texts of issues as NUMBER.md; used where a commit names one.", show_default=False
-        ),
-    ] = None,
-    session_logs: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR", help="ATIF logs; the session whose lines a commit kept has its request.", show_default=False
-        ),
-    ] = None,
+    issues: Issues = None,
+    session_logs: SessionLogs = None,
     logs: Annotated[bool, typer.Option("--logs", help="Add tracebacks and logs of CI jobs and services.")] = False,
-    split: Annotated[
-        str,
-        typer.Option(
-            metavar="DATE|FRACTION",
-            help="Newer tasks go to OUT/bench, older ones to OUT/train: from a date, or a fraction for the benchmark.",
-            show_default=False,
-        ),
-    ] = "",
+    split: SplitAt = "",
     jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Number of concurrent changes.")] = 2,
     index_url: Annotated[
         str, typer.Option(help="Index that Python packages come from; default: PyPI.", show_default=False)
     ] = "",
     maps: Maps = None,
-    allow: Annotated[
-        list[str] | None,
-        typer.Option("--build-allow", metavar="HOST", help="Further host that set-up may connect to; repeatable."),
-    ] = None,
+    allow: SetupHosts = None,
     state: State = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the yields as JSON instead of a table.")] = False,
 ) -> None:

@@ -183,7 +183,7 @@ class LeakScan:
         text = read(source) if suspicious else None
         if text is not None:
             with contextlib.suppress(SyntaxError, ValueError):
-                if code_key(compile(text, source, "exec")) != code_key(code):
+                if code_key(compile(text, source, "exec", dont_inherit=True)) != code_key(code):
                     self.report("answer-in-bytecode", f"{path} is not what {source} compiles to")
         elif suspicious:
             self.report("answer-in-bytecode", f"{path}: compiled from a file that does not exist")
