@@ -11,9 +11,9 @@ from typing import Any
 
 from etude.tasks.generators.source import NOT_PACKAGES, requirement_name
 from etude.tasks.installation.proposal import Proposal, SetupStep, TestProposal, unique
+from etude.tasks.installation.script import PIP
 from etude.tasks.installation.shell_text import apt_packages, find_test_commands, pip_installs
 
-PIP = "python -m pip install"
 EXTRAS = ("tests", "test", "testing", "dev", "all")  # in the order in which they are tried
 REQUIREMENT_FILE = re.compile(
     r"((requirements|reqs)[-_/.](dev[-_])?(tests?|testing|dev|ci|all)|(tests?|testing|dev|ci)[-_/](requirements|reqs?)"

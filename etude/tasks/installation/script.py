@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from etude.tasks.installation.result import WORKSPACE
 
+PIP = "python -m pip install"
 DIRECTORY = "/srv/install"  # of files that the script itself writes
 MOCKS = "/srv/mocks"  # of files that stand for missing services, files and credentials
 _MASKS = (
@@ -30,7 +31,9 @@ def compose_script(
     lines += [f"export {name}={shlex.quote(value)}" for name, value in env.items()]
     if pins:
         lines += [f"mkdir -p {DIRECTORY}", f"cat > {DIRECTORY}/constraints.txt <<'PINS'", *pins, "PINS"]
-        lines.append(f"export PIP_CONSTRAINT={DIRECTORY}/constraints.txt")
+        # Not PIP_CONSTRAINT, which would also hold for what builds the project.
+        pinned = f"{PIP} -c {DIRECTORY}/constraints.txt"
+        commands = [command.replace(PIP, pinned) for command in commands]
     return "\n".join([*lines, *commands, ""])
 
 

@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 
 from etude.system.progress import ProgressCallback
 from etude.tasks.installation.detect_other import required_programs
-from etude.tasks.installation.detect_python import PIP
 from etude.tasks.installation.proposal import Proposal, SetupStep
 from etude.tasks.installation.repairs import missing_header, missing_packages
 from etude.tasks.installation.result import WORKSPACE
-from etude.tasks.installation.script import compose_script
+from etude.tasks.installation.script import PIP, compose_script
 from etude.tasks.installation.setup_pod import InstallContext, SetupPod, open_setup_pod
 from etude.tasks.installation.snapshot import RepositorySnapshot
 from etude.tasks.installation.test_run import TestCommand, TestRun, run_tests

@@ -16,7 +16,7 @@ from etude.tasks.installation.script import masked_failure, masked_test_command
 PROPOSALS, TARGETS = 10, 3
 KINDS = ("test", "run", "import", "build", "lint", "setup")  # targets are chosen in this order
 _TRIVIAL = re.compile(
-    r"^\s*(ls|pwd|cd|cat|head|tail|echo|printf|true|:|which|type|command|whoami|date|env|git|find|grep|sleep|test|\[)\b"
+    r"^\s*(ls|pwd|cat|head|tail|echo|printf|true|:|which|type|command|whoami|date|env|git|find|grep|sleep|test|\[)\b"
     r"|^\S+\s+(--version|-V|version|--help|-h|help)\s*$"
 )
 _MAX_TEXT = 2000

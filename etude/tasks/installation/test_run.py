@@ -5,6 +5,7 @@ async with await fleet.create(installation.image) as pod:                  # no 
     run.statuses, run.exit_code, run.output
 """
 
+import re
 import secrets
 import shlex
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from etude.pods.pod import Pod, PodFileError
+from etude.pods.workspace import full_path, remove_if_exists
 from etude.tasks.installation.reports import read_statuses, report_lines
 from etude.tasks.installation.result import Installation
 
@@ -20,6 +22,8 @@ PLUGIN = "etude_pytest_report"
 MAX_OUTPUT = 16 << 20
 MAX_REPORT = 64 << 20
 TIMEOUT_S = 600.0
+ENDED = (0, 1, 2, 5)  # exit codes of a session of pytest that did not break off by an error of its own
+VALUE_OPTIONS = ("-k", "-m", "-W", "-p", "-o", "-c", "-n", "--ignore", "--import-mode")
 # hypothesis derandomizes its examples when it detects CI
 ENVIRONMENT = {"CI": "true", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0"}
 _PROBE = """import unittest
@@ -51,8 +55,30 @@ class TestCommand:
 
     def line(self, tests: Sequence[str] = ()) -> str:
         """Return the command line for some tests or test files, or for all of them."""
-        words = " ".join(map(shlex.quote, tests))
-        return f"{self.command} {words}" if words else self.command
+        if not tests:
+            return self.command
+        words = shlex.split(self.command)
+        if self.framework == "pytest" and "pytest" in words:
+            kept = _without_paths(words[words.index("pytest") + 1 :])
+            return shlex.join([*words[: words.index("pytest") + 1], *kept, *tests])
+        if self.framework == "unittest" and "unittest" in words:  # test_x (module.Class.test_x)
+            names = [re.sub(r"^\w+ \((.*)\)$", r"\1", test) for test in tests]
+            return shlex.join([*words[: words.index("unittest") + 1], "-v", *names])
+        if self.framework == "node":
+            return " ".join([*(word for word in self.command.split() if "*" not in word), *map(shlex.quote, tests)])
+        return f"{self.command} {shlex.join(tests)}"
+
+
+def _without_paths(words: Sequence[str]) -> list[str]:
+    """Return the options of a pytest command with their values, without the paths."""
+    kept: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        if word in VALUE_OPTIONS:
+            kept += [word, next(rest, "")]
+        elif word.startswith("-"):
+            kept.append(word)
+    return kept
 
 
 @dataclass(frozen=True)
@@ -65,10 +91,11 @@ class TestRun:
     exit_code: int
     output: str  # of the runner
     seconds: float
-    complete: bool  # False: it was killed, or its session did not end
+    complete: bool  # False: it was killed, or its session broke off
     texts: Mapping[str, str] = field(default_factory=dict, repr=False)  # failure texts by test id
     durations: Mapping[str, float] = field(default_factory=dict, repr=False)
     collection_errors: tuple[str, ...] = ()  # ids of files that could not be collected
+    timed_out: bool = False
     probes: Mapping[str, str] = field(default_factory=dict)  # "passing" and "failing" -> status, in a run with probes
 
     @property
@@ -77,11 +104,11 @@ class TestRun:
 
 
 async def run_tests(
-    pod: Pod, command: TestCommand, tests: Sequence[str] = (), *, timeout: float = TIMEOUT_S, probes: bool = False
+    pod: Pod, command: TestCommand, tests: Sequence[str] = (), *, timeout: float = TIMEOUT_S, probes: str | None = None
 ) -> TestRun:
     """Run tests (ids or files; none: all) in a pod and return their statuses.
 
-    With `probes`, two tests with random names run beside them: one that must pass and one that must fail.
+    With `probes`, a directory of tests, two tests with random names run in it: one that must pass, one that must fail.
     """
     token = secrets.token_hex(8)
     report = f"{TRIAL}/report-{token}.jsonl"
@@ -92,11 +119,12 @@ async def run_tests(
         old = env.get("PYTHONPATH", "")
         env |= {"PYTEST_PLUGINS": PLUGIN, "PYTHONPATH": f"{TRIAL}:{old}" if old else TRIAL, "ETUDE_REPORT": report}
         env["PYTEST_ADDOPTS"] = f"--rootdir={command.directory}"
-        if probes:
-            text = _PROBE.format(name=token, **names)
-            await pod.write(f"{TRIAL}/probes-{token}/test_{token}.py", text)
-            env["ETUDE_PROBES"] = f"{TRIAL}/probes-{token}"
+        if probes is not None:
+            env["ETUDE_PROBES"] = f"{full_path(command.directory, probes)}/test_{token}.py"
+            await pod.write(env["ETUDE_PROBES"], _PROBE.format(name=token, **names))
     done = await pod.exec(command.line(tests), cwd=command.directory, env=env, timeout=timeout, max_output=MAX_OUTPUT)
+    if probe := env.get("ETUDE_PROBES"):
+        await remove_if_exists(pod, probe)
     output = done.stdout + done.stderr
     text = ""
     if command.framework == "pytest":
@@ -106,8 +134,8 @@ async def run_tests(
             text = ""
     lines = report_lines(text)
     statuses = read_statuses(command.framework, output, text)
-    ended = any("end" in line for line in lines) if command.framework == "pytest" else bool(statuses)
-    found = {key: _probe_status(statuses, f"test_{name}") for key, name in names.items()} if probes else {}
+    ended = any(line.get("end") in ENDED for line in lines) if command.framework == "pytest" else bool(statuses)
+    found = {key: _probe_status(statuses, f"test_{name}") for key, name in names.items()}
     return TestRun(
         {id: status for id, status in statuses.items() if token not in id},
         done.exit_code,
@@ -117,6 +145,7 @@ async def run_tests(
         {str(line["id"]): str(line["text"]) for line in lines if line.get("id") and line.get("text")},
         {str(line["id"]): float(str(line["seconds"])) for line in lines if line.get("id") and "seconds" in line},
         tuple(str(line["id"]) for line in lines if line.get("collection")),
+        done.timed_out,
         found,
     )
 

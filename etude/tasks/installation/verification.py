@@ -181,15 +181,23 @@ async def verify_tests(context: InstallContext, image: Image, command: TestComma
     options, log = context.options, context.log
     runs: list[TestRun] = []
     for number in range(options.reruns):
-        probes = command.framework == "pytest" and number == options.reruns - 1
+        last = command.framework == "pytest" and number == options.reruns - 1
         async with await context.fleet.create(image) as pod:
-            run = await run_tests(pod, command, timeout=options.test_timeout_s, probes=probes)
+            run = await run_tests(
+                pod, command, timeout=options.test_timeout_s, probes=probe_directory(runs) if last else None
+            )
         runs.append(run)
         log.note(f"test run {number + 1}: {summarize(run.statuses)}, exit code {run.exit_code}, {run.seconds:.1f} s")
         if not number:
             check_run(context, run)
     check_probes(context, runs[-1], command)
     return merge_runs(runs)
+
+
+def probe_directory(runs: Sequence[TestRun]) -> str:
+    """Return the directory with most of the tests that ran, so that its conftest.py applies to probes, too."""
+    tops = Counter(test.partition("::")[0].rpartition("/")[0] for run in runs for test in run.statuses)
+    return next((top for top, _ in tops.most_common() if not top.startswith(("..", "/"))), "")
 
 
 def check_run(context: InstallContext, run: TestRun) -> None:
@@ -206,14 +214,18 @@ def why_unacceptable(run: TestRun, min_passing: float) -> tuple[str, str] | None
     passed = counts["passed"] + counts["xfailed"] + counts["xpassed"]
     ran = len(run.statuses) - counts["skipped"]
     missing = missing_modules(text)
+    if run.timed_out and not run.statuses:
+        return "timeout", "the tests did not end within their time limit"
     if not run.complete and not run.statuses:
         if missing:
             return "missing-module", f"the tests do not start: no module {missing[0]}"
         return "no-report", f"the test command reports no test (exit code {run.exit_code})"
     if passed and ran and passed >= min_passing * ran and run.complete:
         return None
-    if not run.complete:
+    if run.timed_out:
         return "timeout", f"the tests did not end within their time limit; {summarize(run.statuses)} until then"
+    if not run.complete:
+        return "no-report", f"the runner broke off with exit code {run.exit_code}; {summarize(run.statuses)} until then"
     if not ran:
         return "no-tests", f"no test ran: {summarize(run.statuses)}"
     shown = f"{passed} of {ran} tests pass ({summarize(run.statuses)})"

@@ -2,6 +2,7 @@
 
 import json
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,11 +69,11 @@ def test_test_commands_that_hide_failures(command: str) -> None:
 
 def test_honest_scripts_hide_nothing_and_secrets_are_not_logged() -> None:
     script = compose_script(
-        "Installs a.\n|| true", "sub", {"A": "x y"}, ["pip install -e .", "test -d a || mkdir a"], ["b==1"]
+        "Installs a.\n|| true", "sub", {"A": "x y"}, ["python -m pip install -e .", "test -d a || mkdir a"], ["b==1"]
     )
     assert masked_failure(script) == ""
     assert "cd /work/sub\nexport A='x y'\n" in script
-    assert "b==1\nPINS\n" in script
+    assert "b==1\nPINS\npython -m pip install -c /srv/install/constraints.txt -e .\n" in script
     assert masked_test_command("python -m pytest -q -k 'a or b'") == ""
     assert redact("url https://me:hunter2@host", {"TOKEN": "hunter2", "EMPTY": ""}) == "url https://me:<TOKEN>@host"
 
@@ -118,7 +119,7 @@ def test_flaky_tests_and_unacceptable_runs() -> None:
         "network": run({"x": "failed", "a": "failed"}, "socket.gaierror: Temporary failure in name resolution"),
         "no-report": run({}, "12 passed", complete=False),
         "missing-module": run({}, "ModuleNotFoundError: No module named 'nox'", complete=False),
-        "timeout": run(passing, complete=False),
+        "timeout": replace(run(passing, complete=False), timed_out=True),
         "no-tests": run({"a": "skipped"}),
     }
     for reason, each in reasons.items():

@@ -5,12 +5,11 @@
     {"end": exit status}                  the end of the session
 
 It works in every pytest since version 3 and with xdist, and removes its variables from the environment: sessions and
-programs that the tests start are not reported. The files in $ETUDE_PROBES are collected in addition.
+programs that the tests start are not reported. The file $ETUDE_PROBES is collected in addition.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls
 
-import glob
 import json
 import os
 import sys
@@ -28,7 +27,7 @@ def pytest_configure(config):
         os.environ["PYTHONPATH"] = os.pathsep.join(left)
     sys.path[:] = [each for each in sys.path if each != here]
     if path and not hasattr(config, "workerinput") and not hasattr(config, "slaveinput"):
-        files = sorted(glob.glob(os.path.join(probes, "*.py"))) if probes else []
+        files = [probes] if probes else []
         config.args = list(config.args) + files
         report = open(path, "a")  # noqa: SIM115  closed with the process
         config.pluginmanager.register(StatusWriter(report, files), "etude-status-writer")
