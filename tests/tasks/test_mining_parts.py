@@ -147,7 +147,8 @@ def test_a_hostile_git_directory_runs_nothing(tmp_path: Path) -> None:
     with (tmp_path / "shop/.git/config").open("a") as config:
         config.write(
             f"[core]\n\tfsmonitor = {trap}\n\thooksPath = {tmp_path}\n\tpager = {trap}\n"
-            f'[diff "trap"]\n\ttextconv = {trap}\n\tcommand = {trap}\n[filter "trap"]\n\tsmudge = {trap}\n\tclean = {trap}\n'
+            f'[diff "trap"]\n\ttextconv = {trap}\n\tcommand = {trap}\n'
+            f'[filter "trap"]\n\tsmudge = {trap}\n\tclean = {trap}\n'
         )
     history = open_history(str(tmp_path / "shop"))
     by_id = {each.id: each for each in history.commits()}
