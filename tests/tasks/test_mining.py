@@ -198,6 +198,48 @@ def test_flaky_unnoticed_and_uninstallable_changes_are_no_tasks(tmp_path: Path) 
     assert asyncio.run(work()).reasons["install-dependency"] == 2
 
 
+@pytest.mark.slow
+def test_tests_of_other_languages_run_with_their_own_command(tmp_path: Path) -> None:
+    if shutil.which("node", path="/usr/local/bin:/usr/bin:/bin") is None:
+        pytest.skip("pods have no node")
+    code = "export function total(items) {\n  return items.reduce((a, b) => a + b);\n}\n"
+    fixed = code.replace("a + b)", "a + b, 0)") + "\nexport function mean(items, empty = 0) {\n  return empty;\n}\n"
+    head = "import test from 'node:test';\nimport assert from 'node:assert';\n"
+    old = head + "import {total} from '../lib/price.js';\ntest('adds', () => assert.equal(total([1, 2]), 3));\n"
+    new = old.replace("{total}", "{total, mean}") + "test('nothing', () => assert.equal(total([]) + mean([]), 0));\n"
+    history = GitHistory(tmp_path / "price")
+    package = '{"name": "price", "version": "1.0.0", "type": "module", "scripts": {"test": "node --test"}}\n'
+    history.commit("Start", {"package.json": package, "lib/price.js": code, "test/price.test.js": old})
+    history.commit("total() of nothing is 0", {"lib/price.js": fixed, "test/price.test.js": new})
+
+    async def install_node(fleet: Fleet, snapshot: RepositorySnapshot) -> Installation:
+        assert fleet.local is not None
+        image = with_files(fleet.local.store, fleet.local.resolve("host"), snapshot.files).named("by-hand-node")
+        fleet.local.store.add_image(image)
+        return Installation(
+            repository=snapshot.name,
+            commit=snapshot.commit,
+            script="",
+            base="host",
+            image=image.name,
+            test_command="node --test --test-reporter=tap",
+            framework="node",
+            dependency_digest=dependency_digest(snapshot),
+        )
+
+    async def work() -> MiningReport:
+        async with open_fleet() as fleet:
+            settings = await mining_host_settings(fleet, {})
+            options = MiningOptions(tmp_path / "tasks", limits=LIMITS)
+            return await build_benchmark(fleet, open_history(str(tmp_path / "price")), options, install_node, settings)
+
+    report = asyncio.run(work())
+    assert report.reasons["task"] == 1, (tmp_path / "tasks/.build/journal.jsonl").read_text()
+    task = read_task(next(iter(find_tasks(tmp_path / "tasks"))))
+    assert "mean(items, empty = 0)" in task.instruction
+    assert not [each for each in lint_task(task.directory) if each.level == "error"]
+
+
 def test_the_command_refuses_bad_input_in_one_line(tmp_path: Path) -> None:
     history = GitHistory(tmp_path / "untested")
     history.commit("one", {"a.py": "x = 1"})
