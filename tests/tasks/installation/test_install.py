@@ -204,8 +204,7 @@ CHEATS = {
     "edited-files": f"{HONEST}rm tests/test_mini.py\n",
     "masked-failure": f"{HONEST}false || true\n",
     "no-report": f"{HONEST}echo 'print(\"2 passed\")' | tee {SITE}/pytest/__main__.py\n",
-    "stubbed-runner": f'{HONEST}sed -i \'s/^        outcome = "failed"/        outcome = "passed"/\' '
-    f"{SITE}/_pytest/reports.py\n",
+    "stubbed-runner": f'{HONEST}sed -i \'s/outcome = "failed"/outcome = "passed"/\' {SITE}/_pytest/reports.py\n',
     "wrong-output": f"{HONEST}echo 'print(\"nothing\")' > {SITE}/thing.py\n",
 }
 
