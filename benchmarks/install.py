@@ -1,12 +1,13 @@
 """Install popular Python packages from their source distributions by stage 0 alone, and print causes of failure.
 
     python benchmarks/install.py --out install.jsonl [--count 60] [--jobs 2] [--state DIR] [--time-limit 600]
+    python benchmarks/install.py --out install.jsonl --again timeout    only those that ended with this reason, again
 
 Packages are those of install_packages.txt (a fixed list of names, written before the first run) in the order of
 sha256(SEED + name). Of each the newest final release with a source distribution is taken; it is fetched and unpacked,
 never built, on the host. Packages whose source distribution has no tests are skipped and counted, until `--count` with
 tests were tried. A row is written for every package when it is done, so a stopped run goes on where it was. The rows of
-earlier runs are printed without trying anything with `--count 0`.
+earlier runs are printed without trying anything with `--count 0`. Times and time limits depend on what else runs.
 """
 
 import argparse
@@ -123,6 +124,7 @@ async def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Try packages until `count` of them with tests were tried; return the rows in the order of the list."""
     out = Path(arguments.out)
     rows = {row["name"]: row for row in map(json.loads, out.read_text().splitlines())} if out.exists() else {}
+    rows = {name: row for name, row in rows.items() if row["reason"] != arguments.again}
     order = names_in_order()
     pending = iter(enumerate(order))
     index = PackageIndex(IndexSettings(cache=default_index_cache()))
@@ -190,6 +192,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=60)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--state", type=Path)
+    parser.add_argument("--again", default="", help="try packages again that ended with this reason")
     parser.add_argument("--time-limit", type=float, default=600.0)
     print_rows(asyncio.run(run(parser.parse_args())))
 

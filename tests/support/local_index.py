@@ -1,6 +1,7 @@
 """A package index on this machine, with wheels of what is installed here and of packages that tests make up."""
 
 import contextlib
+import hashlib
 import json
 import threading
 from collections.abc import Iterator, Mapping
@@ -12,6 +13,10 @@ from pathlib import Path
 from etude.tasks.generators.packages import pack_wheel
 
 OLD = "2020-01-01T00:00:00Z"
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def small_wheel(name: str, version: str, code: str) -> tuple[str, bytes]:
@@ -58,11 +63,19 @@ class LocalIndex:
         found = self.files[project]
         if self.json:
             rows = [
-                {"filename": name, "url": f"../../files/{name}", "hashes": {}, "upload-time": uploaded}
-                for name, _, uploaded in found
+                {
+                    "filename": name,
+                    "url": f"../../files/{name}",
+                    "hashes": {"sha256": sha256(data)},
+                    "upload-time": when,
+                }
+                for name, data, when in found
             ]
             return json.dumps({"files": rows}).encode(), "application/vnd.pypi.simple.v1+json"
-        links = (f'<a href="../../files/{name}" data-upload-time="{when}">{name}</a>' for name, _, when in found)
+        links = (
+            f'<a href="../../files/{name}#sha256={sha256(data)}" data-upload-time="{when}">{name}</a>'
+            for name, data, when in found
+        )
         return "\n".join(links).encode(), "text/html"
 
 

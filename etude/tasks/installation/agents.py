@@ -172,8 +172,7 @@ async def _attempt(context: InstallContext, open_model: OpenModel, stages: Agent
     context.log.note(f"script:\n{script}")
     if not script.strip():
         raise context.failed("script-fails", f"the session wrote no {SCRIPT_FILE}")
-    if "set -e" not in script:
-        script = f"set -euo pipefail\n{script}"
+    script = f"#!/usr/bin/env bash\nset -euo pipefail\nmkdir -p {DIRECTORY} {MOCKS}\n{script}"
     replay = await replay_script(context, script, strict=True)
     await _check_targets(context, replay.image, stages.targets)
     test = stages.targets[0]

@@ -21,7 +21,7 @@ import ssl
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -32,7 +32,6 @@ from typing import Any, Literal
 from urllib.parse import quote, unquote, urljoin, urlsplit, urlunsplit
 
 from etude.errors import InputError
-from etude.files import write_atomically
 from etude.pods.network.policy import PROXY_ADDRESS, PROXY_PORT
 
 PYPI = "https://pypi.org/simple/"
@@ -254,16 +253,33 @@ class PackageIndex:
                     yield chunk
             return
         url = each.url + (".metadata" if metadata else "")
-        chunks = []
-        with self.open(url) as response:
+        with self.open(url) as response, _cache_writer(cached, "" if metadata else each.sha256) as keep:
             while chunk := response.read(CHUNK):
                 self.bytes_fetched += len(chunk)
-                chunks.append(chunk)
+                keep(chunk)
                 yield chunk
-        data = b"".join(chunks)
-        if cached is not None and (metadata or hashlib.sha256(data).hexdigest() == each.sha256):
-            cached.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(cached, data)
+
+
+@contextmanager
+def _cache_writer(path: Path | None, sha256: str) -> Iterator[Callable[[bytes], None]]:
+    """Yield a function that takes the parts of a file; the whole is kept at `path` if it has the digest."""
+    if path is None:
+        yield lambda chunk: None
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part, running = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part"), hashlib.sha256()
+    try:
+        with open(part, "wb") as file:
+
+            def keep(chunk: bytes) -> None:
+                running.update(chunk)
+                file.write(chunk)
+
+            yield keep
+        if sha256 in ("", running.hexdigest()):
+            os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _without_credentials(url: str) -> tuple[str, str]:

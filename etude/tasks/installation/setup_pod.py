@@ -153,7 +153,7 @@ class InstallContext:
 
     def failed(self, reason: str, why: str) -> InstallationFailed:
         """Return the error of this installation for a reason by code."""
-        return InstallationFailed(reason, f"{self.label}: {why}", self.log.text)
+        return InstallationFailed(reason, f"{self.label}: {redact(why, self.options.secrets)}", self.log.text)
 
 
 @asynccontextmanager

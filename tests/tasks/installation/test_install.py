@@ -16,6 +16,7 @@ from starlette.responses import Response
 from stub_endpoint import NAME, StubEndpoint, StubTurn, call, says, serving
 from typer.testing import CliRunner
 
+from etude.errors import InputError
 from etude.harness.model_options import ModelOptions
 from etude.pods.fleet import Fleet, open_fleet
 from etude.pods.workspace import FileState
@@ -146,10 +147,11 @@ def test_a_runner_that_reports_failures_as_passed_is_found_by_its_probes(state: 
 @pytest.mark.slow
 def test_failures_have_reasons(state: Path, options: InstallOptions, tmp_path: Path) -> None:
     options = replace(options, as_of="none")
+    leaking = "import os\nraise SystemExit('error: ' + os.environ['TOKEN'])\n"
     setup = "import os, setuptools\nopen('token.txt', 'w').write(os.environ['TOKEN'])\nsetuptools.setup(name='mini')\n"
     cases = {
         "dependency": {"pyproject.toml": PYPROJECT.replace('"thing"', '"thing>5"')},
-        "build": {"pyproject.toml": PYPROJECT.replace('"setuptools.build_meta"', '"nothing.here"')},
+        "build": {"pyproject.toml": PYPROJECT.partition("[project]")[0], "setup.py": leaking},
         "missing-module": {"tests/test_mini.py": "import nowhere_to_be_found\n"},
         "tests-fail": {"tests/test_mini.py": "def test_a():\n    assert False\n"},
         "no-tests": {"tests/test_mini.py": "import pytest\n@pytest.mark.skip\ndef test_a():\n    pass\n"},
@@ -163,12 +165,12 @@ def test_failures_have_reasons(state: Path, options: InstallOptions, tmp_path: P
         },
     }
     for reason, files in cases.items():
-        chosen = replace(options, secrets={"TOKEN": SECRET} if reason == "secret" else {})
+        chosen = replace(options, secrets={"TOKEN": SECRET})
         with pytest.raises(InstallationFailed) as caught:
             in_fleet(state, lambda fleet, files=files, chosen=chosen: install(fleet, repository(**files), chosen))
         assert caught.value.reason == reason, caught.value.log
         assert "\n" not in str(caught.value)
-        assert SECRET not in caught.value.log
+        assert SECRET not in caught.value.log + str(caught.value)
 
 
 @pytest.mark.slow
@@ -204,8 +206,7 @@ CHEATS = {
     "edited-files": f"{HONEST}rm tests/test_mini.py\n",
     "masked-failure": f"{HONEST}false || true\n",
     "no-report": f"{HONEST}echo 'print(\"2 passed\")' | tee {SITE}/pytest/__main__.py\n",
-    "stubbed-runner": f'{HONEST}sed -i \'s/^        outcome = "failed"/        outcome = "passed"/\' '
-    f"{SITE}/_pytest/reports.py\n",
+    "stubbed-runner": f'{HONEST}sed -i \'s/outcome = "failed"/outcome = "passed"/\' {SITE}/_pytest/reports.py\n',
     "wrong-output": f"{HONEST}echo 'print(\"nothing\")' > {SITE}/thing.py\n",
 }
 
@@ -251,7 +252,7 @@ def test_a_scripted_endpoint_sets_a_repository_up_after_a_failure_that_it_is_tol
 ) -> None:
     made, endpoint = by_sessions(["cd /work\npip install nothing-of-this-name", HONEST], state, options)
     assert made.facts["attempt"] == 2
-    assert made.script == f"{HONEST}\n"
+    assert made.script.endswith(f"{HONEST}\n")
     assert set(made.tests.values()) == {"passed"}
     proposals: Any = made.facts["proposals"]
     assert [(each["kind"], each["works untouched"]) for each in proposals][:3] == [
@@ -274,6 +275,13 @@ def test_cheating_set_ups_are_discarded_after_five_attempts_with_their_reasons(
     log = caught.value.log
     found = [line.rpartition(" [")[2].rstrip("]") for line in log.splitlines() if line.startswith("failed: ")]
     assert found == list(CHEATS), log
+
+
+def test_submodules_are_named_and_can_be_left_out() -> None:
+    snapshot = replace(repository(), submodules=("vendor/x",))
+    nothing: Any = None  # no pod is needed to say so
+    with pytest.raises(InputError, match=r"vendor/x is a submodule.*--without-submodules"):
+        asyncio.run(install(nothing, snapshot, InstallOptions()))
 
 
 def test_the_command_reports_bad_input_in_one_line(tmp_path: Path) -> None:

@@ -134,9 +134,13 @@ def test_an_index_has_only_what_existed_at_a_date(tmp_path: Path, as_json: bool)
         index.add(small_wheel("thing", version, ""), uploaded)
     index.add(small_wheel("pytest", "9.0", ""), "2025-01-01T00:00:00.123456Z")
 
-    def names(url: str) -> list[str]:
+    def get(url: str) -> bytes:
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url) as response:
-            return [each["filename"].split("-")[1] for each in json.loads(response.read())["files"]]
+            found: bytes = response.read()
+            return found
+
+    def names(url: str) -> list[str]:
+        return [each["filename"].split("-")[1] for each in json.loads(get(url))["files"]]
 
     with serving_index(index):
         secret_url = index.url.replace("http://", "http://me:hunter2@")
@@ -147,6 +151,10 @@ def test_an_index_has_only_what_existed_at_a_date(tmp_path: Path, as_json: bool)
             assert names(served.url("tools") + "pytest/") == ["9.0"]
             assert served.undated == {"thing"}
             assert "hunter2" not in str(served.environment("dated"))
+            file = f"http://{served.rule}{json.loads(get(served.url('all') + 'thing/'))['files'][0]['url']}"
+            assert get(file) == get(file) == index.files["thing"][0][1]
+            assert served.bytes_fetched == len(index.files["thing"][0][1])  # once; then it came from the cache
+            assert len(list(tmp_path.iterdir())) == 1
     sent = [headers.get("Authorization") for _, headers in index.requests]
     assert sent
     assert set(sent) == {"Basic bWU6aHVudGVyMg=="}
