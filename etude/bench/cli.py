@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from etude.bench import build_cli
 from etude.errors import EtudeError, InputError, Interrupted
 from etude.harness.model_options import (
     Brief,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from etude.bench.spending import BenchLimits
 
 app = typer.Typer(no_args_is_help=True)
+build_cli.mount(app)
 
 Policies = Annotated[
     list[str],

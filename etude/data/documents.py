@@ -6,11 +6,9 @@ and each loose file is one; an archive is one; rows name theirs. Nothing is extr
 and no program that a repository configures is run.
 """
 
-import contextlib
 import hashlib
 import os
 import stat
-import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +17,7 @@ from pathlib import Path
 from etude.data.licences import is_licence
 from etude.data.sources import NAMED_SOURCES, SKIPPED_FOLDERS, locate_source
 from etude.errors import InputError
-from etude.system.git import git_command, git_environment, run_git
+from etude.system.git import object_reader, run_git
 
 PROJECT_FILES = ("pyproject.toml", "setup.py", "package.json", "Cargo.toml", "go.mod")
 ARCHIVES = (".zip", ".whl", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
@@ -235,26 +233,11 @@ def _read_revision(root: Path, revision: str) -> Iterator[File]:
     name = root.resolve().name.removesuffix(".git")
     commit = run_git(root, "rev-parse", "--verify", f"{revision}^{{commit}}").decode().strip()
     listed = run_git(root, "ls-tree", "-r", "-l", "-z", "--full-tree", commit)
-    command, environment = git_command(root, "cat-file", "--batch"), git_environment(root)
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as objects:
-        try:
-            for line in listed.split(b"\0"):
-                header, _, path = line.partition(b"\t")
-                mode, kind, digest, size = header.split() if line else (b"", b"", b"", b"")
-                if kind == b"blob" and mode != b"120000":  # a submodule has kind commit; mode 120000 is a symbolic link
-                    if not size.isdigit():  # git says BAD; it is not allowed to fetch the object
-                        raise InputError(f"{root}: {os.fsdecode(path)} is missing; fetch all of the partial clone")
-                    read = partial(_read_object, objects, digest)
-                    yield File(name, path.decode(errors="replace"), int(size), read)
-        finally:
-            with contextlib.suppress(OSError):
-                objects.kill()
-
-
-def _read_object(objects: "subprocess.Popen[bytes]", digest: bytes) -> bytes:
-    assert objects.stdin is not None
-    assert objects.stdout is not None
-    objects.stdin.write(digest + b"\n")
-    objects.stdin.flush()
-    size = int(objects.stdout.readline().split()[2])
-    return objects.stdout.read(size + 1)[:-1]  # a newline follows
+    with object_reader(root) as read_object:
+        for line in listed.split(b"\0"):
+            header, _, path = line.partition(b"\t")
+            mode, kind, digest, size = header.split() if line else (b"", b"", b"", b"")
+            if kind == b"blob" and mode != b"120000":  # a submodule has kind commit; mode 120000 is a symbolic link
+                if not size.isdigit():  # git says BAD; it is not allowed to fetch the object
+                    raise InputError(f"{root}: {os.fsdecode(path)} is missing; fetch all of the partial clone")
+                yield File(name, path.decode(errors="replace"), int(size), partial(read_object, digest))

@@ -5,8 +5,10 @@ program of a promisor remote. Git asks for no permission to run them. Every git 
 here; git's own network and lazy fetching are off, so a partial clone has the objects that it has.
 """
 
+import contextlib
 import os
 import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from etude.errors import InputError
@@ -47,12 +49,12 @@ DRIVER_SETTINGS = {
 DIFF_COMMANDS = ("diff", "log", "show")
 
 
-def run_git(repository: Path, *arguments: str, timeout: float = TIMEOUT_S) -> bytes:
+def run_git(repository: Path, *arguments: str, timeout: float = TIMEOUT_S, stdin: bytes = b"") -> bytes:
     """Return the output of a git command in a repository; InputError with git's words if it fails."""
     try:
         environment = git_environment(repository)
         command = git_command(repository, *arguments)
-        done = subprocess.run(command, capture_output=True, env=environment, timeout=timeout)
+        done = subprocess.run(command, input=stdin, capture_output=True, env=environment, timeout=timeout)
     except FileNotFoundError:
         raise InputError(f"{repository} is a git repository, but git is not installed; install it") from None
     except subprocess.TimeoutExpired:
@@ -95,3 +97,24 @@ def _driver_settings(repository: Path, environment: dict[str, str]) -> dict[str,
         for driver in sorted(drivers)
         for name, value in DRIVER_SETTINGS.get(driver.partition(".")[0], {}).items()
     }
+
+
+@contextlib.contextmanager
+def object_reader(repository: Path) -> Iterator[Callable[[bytes], bytes]]:
+    """Yield a function that returns the contents of a blob: no checkout, no filter programs, no attributes."""
+    command, environment = git_command(repository, "cat-file", "--batch"), git_environment(repository)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as objects:
+
+        def read(digest: bytes) -> bytes:
+            assert objects.stdin is not None
+            assert objects.stdout is not None
+            objects.stdin.write(digest + b"\n")
+            objects.stdin.flush()
+            size = int(objects.stdout.readline().split()[2])
+            return objects.stdout.read(size + 1)[:-1]  # a newline follows
+
+        try:
+            yield read
+        finally:
+            with contextlib.suppress(OSError):
+                objects.kill()

@@ -31,6 +31,7 @@ from etude.system.terminal import Console, say
 from etude.tasks.base_images import HostSettings
 from etude.tasks.generators.cli import mount as mount_generate
 from etude.tasks.harbor import find_tasks, read_task, task_digest
+from etude.tasks.installation.cli import mount as mount_install
 from etude.tasks.task import Task
 
 app = typer.Typer(no_args_is_help=True)
@@ -397,3 +398,4 @@ def import_(
 
 
 mount_generate(app)
+mount_install(app)

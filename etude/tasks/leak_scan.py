@@ -179,12 +179,13 @@ class LeakScan:
                 message = f"{path}: bytecode of another Python version, of a file that the solution changes"
                 self.report("answer-in-bytecode", message)
             return
-        text = read(source) if inside else None
+        suspicious = inside or bool(self.names & set(names_in(code)))
+        text = read(source) if suspicious else None
         if text is not None:
             with contextlib.suppress(SyntaxError, ValueError):
-                if code_key(compile(text, source, "exec")) != code_key(code):
+                if code_key(compile(text, source, "exec", dont_inherit=True)) != code_key(code):
                     self.report("answer-in-bytecode", f"{path} is not what {source} compiles to")
-        elif inside or self.names & set(names_in(code)):
+        elif suspicious:
             self.report("answer-in-bytecode", f"{path}: compiled from a file that does not exist")
 
 

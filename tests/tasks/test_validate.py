@@ -81,9 +81,25 @@ def elsewhere(place: str) -> dict[str, str | bytes | None]:
     return {"environment/right/sums.py": RIGHT, "environment/Dockerfile": dockerfile}
 
 
+def namesake() -> dict[str, str | bytes | None]:
+    """Return changes that install an unrelated module of the same name, which defines a name of the solution, too."""
+    dockerfile = (
+        "FROM host\nWORKDIR /work\nCOPY repo/ .\nCOPY lib/sums.py /srv/lib/site-packages/sums.py\n"
+        "RUN python3 -m compileall -q /srv/lib/site-packages\n"
+    )
+    helper = "\n\ndef wrapper(value):\n    return value\n"
+    return {
+        "environment/lib/sums.py": "def wrapper(function: object) -> object:\n    return repr(function)\n",
+        "environment/Dockerfile": dockerfile,
+        "solution/sums.py": RIGHT + helper,
+        "solution/solve.sh": "#!/bin/sh\ncp /solution/sums.py /work/sums.py\n",
+    }
+
+
 TASKS: dict[str, tuple[Callable[[Path], dict[str, str | bytes]], str]] = {
     "good": (files_with({}), ""),
     "clean-history": (lambda directory: {**FILES, **with_history(directory, clean=True)}, ""),
+    "namesake": (files_with(namesake()), ""),
     "noop": (files_with({"environment/repo/sums.py": RIGHT}), "noop-passes"),
     "unsolved": (files_with({"solution/solve.sh": "#!/bin/sh\ntrue\n"}), "solution-fails"),
     "no-solution": (files_with({"solution/solve.sh": None}), "no-solution"),

@@ -123,11 +123,19 @@ class RepositoryExecutor:
             await pod.close()
 
     async def run_tests(
-        self, changes: Changes, tests: Sequence[str], *, timeout: float = RUN_TIMEOUT_S, measure: bool = False
+        self,
+        changes: Changes,
+        tests: Sequence[str],
+        *,
+        timeout: float = RUN_TIMEOUT_S,
+        measure: bool = False,
+        options: Sequence[str] = (),
     ) -> ExecutionResult:
-        """Run tests (ids or files) in a changed workspace; `measure` records which test executes which line."""
+        """Run tests (ids or files) in a changed workspace; `measure` records which test executes which line, `options`
+        are further ones of pytest."""
         async with self.open_workspace(changes) as pod:
             spec = run_spec(self.source, self.plugins, tests, timeout)
+            spec["arguments"] += options
             if measure:
                 spec["arguments"].append("--continue-on-collection-errors")
                 spec["measure"] = [f"{WORKSPACE}/{root}" for root in self.source.roots]
@@ -201,8 +209,7 @@ async def open_executor(
             _stage_file(context / "repo", f"{WORKSPACE}/{path}", path, data) for path, data in source.files.items()
         ]
         copies += [
-            _stage_file(context / "trial", f"{PROGRAM_DIR}/{path}", path, data)
-            for path, data in _pod_programs().items()
+            _stage_file(context / "trial", f"{PROGRAM_DIR}/{path}", path, data) for path, data in pod_programs().items()
         ]
         pod = await fleet.create(plan.image)
         try:
@@ -220,7 +227,7 @@ def _stage_file(top: Path, target: str, path: str, data: bytes) -> FileToCopy:
     return FileToCopy(staged, target, 0o755 if path.endswith(".sh") else 0o644)
 
 
-def _pod_programs() -> dict[str, bytes]:
+def pod_programs() -> dict[str, bytes]:
     """Return the files of PROGRAM_DIR in a pod: our programs, and the coverage package installed on this host."""
     programs = ("run_tests", "build")
     files = {f"{name}.pyz": pack(f"{POD_MODULES[0]}.{name}:main", *POD_MODULES).data for name in programs}

@@ -98,7 +98,7 @@ def read_source(given: Path | str) -> RepositorySource:
         raw = dict(_read_directory(path))
         version = tagged_version(path) if (path / ".git").exists() else ""
     elif path.is_file() and path.name.endswith(ARCHIVES):
-        raw = dict(_read_archive(path))
+        raw = dict(archive_files(path))
     else:
         raise InputError(f"{path}: expected a directory or a source archive ({', '.join(ARCHIVES)})")
     fallback = path.resolve().name.removesuffix(next((end for end in ARCHIVES if path.name.endswith(end)), ""))
@@ -163,10 +163,15 @@ def _read_directory(top: Path) -> Iterator[tuple[str, bytes]]:
             yield inside, path.read_bytes()
 
 
-def _read_archive(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield the regular files of an archive, relative to its single top directory; nothing is extracted to disk."""
+def archive_files(
+    path: Path, max_file: int = MAX_FILE_BYTES, max_total: int = MAX_TOTAL_BYTES
+) -> Iterator[tuple[str, bytes]]:
+    """Yield the regular files of an archive, relative to its single top directory; nothing is extracted to disk.
+
+    Files of more than `max_file` bytes are left out.
+    """
     try:
-        found = dict(_read_members(path))
+        found = dict(_read_members(path, max_file, max_total))
     except (OSError, tarfile.TarError, zipfile.BadZipFile, EOFError) as error:
         raise InputError(f"{path}: cannot be unpacked ({error})") from None
     tops = {name.partition("/")[0] for name in found}
@@ -191,14 +196,14 @@ def _members(path: Path) -> Iterator[tuple[str, int, Callable[[], bytes]]]:
                 yield item.name, item.size, content.read
 
 
-def _read_members(path: Path) -> Iterator[tuple[str, bytes]]:
+def _read_members(path: Path, max_file: int, max_total: int) -> Iterator[tuple[str, bytes]]:
     total = 0
     for name, size, read in _members(path):
-        if size > MAX_FILE_BYTES or not (safe := _safe_path(name)):
+        if size > max_file or not (safe := _safe_path(name)):
             continue
         total += size
-        if total > MAX_TOTAL_BYTES:
-            limit = f"{MAX_TOTAL_BYTES >> 20} MiB"
+        if total > max_total:
+            limit = f"{max_total >> 20} MiB"
             raise InputError(f"{path}: more than {limit} of files; expected the sources of one package")
         yield safe, read()
 

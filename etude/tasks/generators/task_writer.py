@@ -70,21 +70,26 @@ def task_toml(repository: Repository, draft: TaskDraft, name: str, source: str, 
 
 def solution_files(draft: TaskDraft) -> TaskFiles:
     """Return solve.sh and the files it copies into the workspace."""
+    return solution_script(draft.solution, draft.answer)
+
+
+def solution_script(solution: Mapping[str, bytes | None], answer: str = "") -> TaskFiles:
+    """Return solve.sh, which makes these changes to the workspace and leaves the answer, and the files it copies."""
     lines = ["#!/bin/sh", "set -e", f"cd {WORKSPACE}"]
-    removed = sorted(path for path, data in draft.solution.items() if data is None)
-    lines += [f"rm -f -- {_quoted(path)}" for path in removed]
-    copied = {path: data for path, data in draft.solution.items() if data is not None}
+    removed = sorted(path for path, data in solution.items() if data is None)
+    lines += [f"rm -f -- {shell_quoted(path)}" for path in removed]
+    copied = {path: data for path, data in solution.items() if data is not None}
     if copied:
         lines.append("cp -R /solution/repo/. .")
-    if draft.answer:
+    if answer:
         lines += [f"mkdir -p {FINAL_MESSAGE.rpartition('/')[0]}", f"cp /solution/final.txt {FINAL_MESSAGE}"]
     files: TaskFiles = {"solution/solve.sh": "\n".join(lines) + "\n"}
-    if draft.answer:
-        files["solution/final.txt"] = draft.answer + "\n"
+    if answer:
+        files["solution/final.txt"] = answer + "\n"
     return {**files, **{f"solution/repo/{path}": data for path, data in copied.items()}}
 
 
-def _quoted(path: str) -> str:
+def shell_quoted(path: str) -> str:
     return "'" + path.replace("'", "'\\''") + "'"
 
 

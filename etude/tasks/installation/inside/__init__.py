@@ -1,0 +1,1 @@
+"""Programs that run in the pods of an installation; standard library only."""
