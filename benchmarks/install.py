@@ -181,7 +181,8 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
             )
     every = sum(row["passed"] == row["tests"] for row in installed)
     share = len(installed) / max(1, len(counted))
-    print(f"{len(installed)} of {len(counted)} installed ({share:.0%}); in {every} of them every test passes")
+    how = f"in {every} of them every test passes and none is skipped"
+    print(f"{len(installed)} of {len(counted)} installed ({share:.0%}); {how}")
     unknown = set(causes) - {"installed", *REASONS}
     assert not unknown, unknown
 
