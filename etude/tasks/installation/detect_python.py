@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from etude.syntax import parse_tree
 from etude.tasks.generators.source import NOT_PACKAGES, requirement_name
 from etude.tasks.installation.proposal import Proposal, SetupStep, TestProposal, unique
 from etude.tasks.installation.script import PIP
@@ -221,7 +222,7 @@ def _read_setup_py(project: PythonProject, text: str) -> None:
     project.installable = True
     project.build += text
     try:
-        tree = ast.parse(text)
+        tree = parse_tree(text)
     except (SyntaxError, ValueError, RecursionError):
         return
     known = {
@@ -396,7 +397,7 @@ def _tox_requirements(text: str, paths: Sequence[str]) -> tuple[list[str], list[
 def _nox_requirements(text: str) -> Iterator[str]:
     """Yield the literal requirements of session.install in sessions whose name contains "test"."""
     try:
-        tree = ast.parse(text)
+        tree = parse_tree(text)
     except (SyntaxError, ValueError, RecursionError):
         return
     for function in tree.body:
