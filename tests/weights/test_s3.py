@@ -149,10 +149,12 @@ def test_a_store_that_is_gone_is_an_error_in_the_trainer(s3: str, monkeypatch: p
     monkeypatch.setattr("etude.weights.publisher.WAIT_S", 0.01)
     lost = ObjectStore(s3.replace("runs", "missing"))
     assert latest(lost) is None
-    with Publisher(lost) as publisher:
-        publisher.publish_soon(1, weights(0))
-        with pytest.raises(PublishingFailed, match=r"not written after 5 s: .*bucket"):
-            publisher.flush(5)
+    publisher = Publisher(lost)
+    publisher.publish_soon(1, weights(0))
+    with pytest.raises(PublishingFailed, match=r"not written after 5 s: .*bucket"):
+        publisher.flush(5)
+    with pytest.raises(PublishingFailed, match=r"cannot be written: .*bucket"):  # it goes on trying until then
+        publisher.close()
     dead = ObjectStore(
         "s3://runs/first", endpoint_url="http://127.0.0.1:1", config_kwargs={"retries": {"max_attempts": 1}}
     )
