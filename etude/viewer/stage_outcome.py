@@ -82,6 +82,6 @@ def _kinds(recipe: JsonObject) -> dict[str, str]:
     result = {}
     for name, build in known.items():
         if build.get("source") == train["source"]:
-            alike = build.get("split", "train") == train.get("split", "train")
+            alike = build.get("split", "train") != "unseen"  # the other splits share their kinds
             result[name] = "new tasks of kinds that are trained on" if alike else "kinds that are never trained on"
     return result

@@ -235,7 +235,7 @@ def test_filters_and_columns_narrow_and_sort(browser: Any, run: Path) -> None:
 
 def test_a_chart_can_be_read_with_the_arrow_keys_and_as_a_table(browser: Any, run: Path) -> None:
     with serving(run) as address, opened(browser, address) as page:
-        chart = page.locator("figure.chart", has_text="Held-out success").first
+        chart = page.locator("figure.chart", has_text="Validation").first
         chart.locator("svg").focus()
         page.keyboard.press("ArrowRight")
         page.keyboard.press("End")
@@ -263,7 +263,7 @@ def test_the_report_works_from_a_file_without_network(browser: Any, run: Path, t
             assert page.inner_text("h1") != "Not found", name
         page.wait_for_selector("h1")
         go(page, "#/rollouts")
-        page.fill("input[name=q]", "held-out")
+        page.fill("input[name=q]", "unseen")
         assert page.inner_text(".count") == "18 of 42 rollouts"
         picture(page, "report", tmp_path)
     assert requested == []

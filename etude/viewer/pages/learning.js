@@ -102,10 +102,11 @@ function heldOut(tests) {
   }
   if (next) layers.push(line(`best of ${next.slice(5)}`, take(next), 3, {dashed: true}));
   const numbers = take("step");
-  const samples = integer((last.samples ?? 0) / (last.tasks || 1));
+  const samples = Math.round((last.samples ?? 0) / (last.tasks || 1));
   return chart({
     title: "Validation",
-    caption: `${plural(last.tasks ?? 0, "task")} that were never trained on, ${samples} sessions each; for choices. ` +
+    caption: `${plural(last.tasks ?? 0, "task")} that were never trained on, ` +
+      `${plural(samples, "session")} each; for choices. ` +
       "Bands are 95 % intervals over tasks.",
     wide: true, x: stepAxis(numbers), y: WHOLE_SHARE, layers,
     open: toStep(numbers, "evaluation"), openHint: "click for these rollouts",
