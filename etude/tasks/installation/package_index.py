@@ -286,7 +286,9 @@ def _without_credentials(url: str) -> tuple[str, str]:
     """Return the URL without name and password, and the header that has them."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise InputError("--index-url: expected the http(s) URL of a simple index, such as https://pypi.org/simple/")
+        raise InputError(
+            "--index-url: expected the http(s) URL of a simple index, such as https://packages.example.org/simple/"
+        )
     host = parts.netloc.rpartition("@")[2]
     header = ""
     if parts.username is not None:

@@ -5,8 +5,7 @@ messages of exceptions, and names of tests, never the text of a hidden test or t
 """
 
 import random
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Literal
@@ -158,9 +157,3 @@ def service_log(trace: str, rng: random.Random, count: int = SERVICE_LINES) -> s
             lines.append(f"{stamp} {level} {name} {text.format(**values)}")
         number += 1
     return "\n".join(lines) + "\n"
-
-
-def mentions_of(text: str, tests: Sequence[str]) -> list[str]:
-    """Return the tests whose names a text contains."""
-    names = {test: re.sub(r"\[.*", "", test.rpartition("::")[2]) for test in tests}
-    return [test for test, name in names.items() if name in text]

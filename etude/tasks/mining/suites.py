@@ -7,7 +7,6 @@ async with open_suite(fleet, environment, files_after) as suite:
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Protocol
 
 from etude.errors import EtudeError, InputError
 from etude.pods.fleet import Fleet
@@ -39,17 +38,6 @@ print(json.dumps(found))
 
 class UnsupportedSuite(EtudeError):
     """The tests of a commit cannot be run test by test."""
-
-
-class CommitSuite(Protocol):
-    """The tests of a commit. `files` are its test files, `sizes` their bytes."""
-
-    files: tuple[str, ...]
-    sizes: Mapping[str, int]
-
-    async def run(
-        self, changes: Changes, tests: Sequence[str], *, timeout: float, until_failure: bool = False
-    ) -> ExecutionResult: ...
 
 
 class PytestSuite:
