@@ -11,19 +11,17 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
+from bench_command import answer, bench
 from rl_runs import make_model
 from solving_endpoint import SolvingEndpoint
 from stub_endpoint import serving
-from typer.testing import CliRunner, Result
 
-from etude.bench.cli import app
 from etude.bench.directory import BenchDirectory
 from etude.bench.policies import DEFAULT_KEY_ENV
 from etude.bench.run import trial_record
-from etude.errors import EtudeError, InputError
+from etude.errors import InputError
 from etude.harness.budget import Budget
 from etude.harness.session import SessionSpec
 from etude.harness.summary import SummarySettings
@@ -81,19 +79,6 @@ def endpoint(tasks: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SolvingEn
     stub.tasks = tasks
     with serving(stub):
         yield stub
-
-
-def bench(*arguments: object, code: int = 0) -> Result:
-    done = CliRunner().invoke(app, [*map(str, arguments)])
-    found = done.exception.exit_code if isinstance(done.exception, EtudeError) else done.exit_code
-    if done.exception is not None and not isinstance(done.exception, EtudeError | SystemExit):
-        raise done.exception
-    assert found == code, (done.output, done.exception)
-    return done
-
-
-def answer(*arguments: object) -> Any:
-    return json.loads(bench(*arguments, "--json").stdout)
 
 
 def outcomes(out: Path) -> dict[str, list[bool]]:

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bench_command import answer, bench
 from solving_endpoint import SolvingEndpoint, runs, script
 from stub_endpoint import StubTurn, says, serving
-from typer.testing import CliRunner, Result
 
-from etude.bench.cli import app
 from etude.bench.policies import parse_policies, parse_prices
 from etude.bench.variants import expand_variants, parse_rates, prices_of
-from etude.errors import EtudeError, InputError
+from etude.errors import InputError
 from etude.inference.clients.openai import thinking_fields
 from etude_nano.source import generate_nano
 
@@ -53,19 +52,6 @@ def endpoint(tasks: Path) -> Iterator[ModestEndpoint]:
     stub.tasks = tasks
     with serving(stub):
         yield stub
-
-
-def bench(*arguments: object, code: int = 0) -> Result:
-    done = CliRunner().invoke(app, [*map(str, arguments)])
-    found = done.exception.exit_code if isinstance(done.exception, EtudeError) else done.exit_code
-    if done.exception is not None and not isinstance(done.exception, EtudeError | SystemExit):
-        raise done.exception
-    assert found == code, (done.output, done.exception)
-    return done
-
-
-def answer(*arguments: object) -> Any:
-    return json.loads(bench(*arguments, "--json").stdout)
 
 
 def command(endpoint: ModestEndpoint, tasks: Path, state: Path, out: Path) -> tuple[object, ...]:
