@@ -151,6 +151,12 @@ def disk_errors(path: Path) -> Iterator[None]:
         raise EtudeError(f"{error.filename or path}: {error.strerror or error}{advice}") from error
 
 
+def user_cache(name: str) -> Path:
+    """Return a directory for files that can be made again, below $XDG_CACHE_HOME or ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "etude" / name
+
+
 # ------------------------------------------------------------------------------------------ digests
 
 

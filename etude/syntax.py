@@ -20,3 +20,8 @@ def parse_tree(source: str | bytes, path: str = "<unknown>", mode: str = "exec")
     calls raise SystemError. The result is an ast.Module, or an ast.Expression with the mode "eval"."""
     with _LOCK:
         return ast.parse(source, path, mode)
+
+
+def literal_value(text: str) -> Any:
+    """Return the value of a Python literal, as `ast.literal_eval` does, which parses text without the lock."""
+    return ast.literal_eval(parse_tree(text.lstrip(" \t"), mode="eval"))

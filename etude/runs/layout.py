@@ -2,6 +2,8 @@
 
     recipe.toml, metrics.jsonl, state.json, lineage.jsonl, lock     see `etude.runs.run`
     artefacts/NAME/, checkpoints/STAGE-STEP/                        outputs of stages
+    logs/STAGE/rank-N.log                               of further processes of a training stage
+    .cluster-probe                            by which nodes of a cluster show that they see this directory
     rl/slots.sqlite, rl/evaluations.sqlite    the rollout queues of training and of evaluation
     rl/tasks.json                             task directories by name
     rl/id                                     identifies the run to its weight store; a copy of the run has the same
@@ -18,6 +20,7 @@
     rl/services/NAME.json, rl/logs/NAME.log   status and log of every process
     evaluation/MODEL/                         the same files for the evaluation of one model, by the stage `evaluation`
     evaluation/pods/                          state of the pods of all these evaluations
+    control/                                  a run of its own, by the stage `control`
     scorings.jsonl                            which model was scored on which task set, and when
 
 The processes of `rl`, and those of an evaluation, share these files and HTTP, nothing else.
@@ -44,7 +47,9 @@ class RunLayout:
         self.recipe, self.lock = run / "recipe.toml", run / "lock"
         self.metrics, self.state, self.lineage = run / "metrics.jsonl", run / "state.json", run / "lineage.jsonl"
         self.artefacts, self.checkpoints = run / "artefacts", run / "checkpoints"
-        self.scorings = run / "scorings.jsonl"
+        self.rank_logs = run / "logs"
+        self.scorings, self.control = run / "scorings.jsonl", run / "control"
+        self.cluster_probe = run / ".cluster-probe"
         self.root = root = run / service_root
         self.id = root / "id"
         self.slots, self.evaluations = root / "slots.sqlite", root / "evaluations.sqlite"
@@ -56,7 +61,9 @@ class RunLayout:
         self.traces, self.evaluation_traces = root / "traces", root / "evaluation-traces"
         self.partial, self.trainer = root / "partial", root / "trainer"
         self.steps = self.trainer / "steps"
-        self.services, self.logs, self.sampler_token = root / "services", root / "logs", root / "sampler.token"
+        self.logs = root / "logs"
+        self.service_address, self.service_token = root / "service.json", root / "service.token"
+        self.instance, self.statuses = root / "service.instance", root / "statuses.json"
 
     @classmethod
     def of_run(cls, path: Path | str, service_root: str = RL_ROOT) -> "RunLayout":
@@ -76,7 +83,7 @@ class RunLayout:
 
     def make(self) -> None:
         """Create the directories that the processes share."""
-        for path in (self.traces, self.evaluation_traces, self.partial, self.steps, self.services, self.logs):
+        for path in (self.traces, self.evaluation_traces, self.partial, self.steps, self.logs):
             path.mkdir(parents=True, exist_ok=True)
 
     def run_id(self) -> str:

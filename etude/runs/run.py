@@ -308,12 +308,19 @@ def check_resumable(layout: RunLayout, recipe: RunSettings, resume: bool, allow_
                 f"run {layout.run} was started with another version of the plugin {plugin}; restore that version"
             )
     started = _started_stages(layout)
-    free = {"loggers", *(stage for stage in (*recorded.get("stages", ()), *recipe.stages) if stage not in started)}
+    free = {
+        "loggers",
+        "cluster",
+        *(stage for stage in (*recorded.get("stages", ()), *recipe.stages) if stage not in started),
+    }
     waiting = [stage for stage in recipe.stages if stage not in started]
     # A new stage must come after those that have started, because their outputs are not made again.
     if started <= set(recipe.stages) and list(recipe.stages[-len(waiting) :] if waiting else ()) == waiting:
         free.add("stages")
-    lines = [f"    {line}" for line in differing_keys(recorded, wanted) if re.split(r"[.:]", line)[0] not in free]
+    # Any mesh continues to the same losses, and the run service may listen elsewhere.
+    same = r"(\w+\.)?parallel[.:]|service[.:]"
+    differing = [line for line in differing_keys(recorded, wanted) if not re.match(same, line)]
+    lines = [f"    {line}" for line in differing if re.split(r"[.:]", line)[0] not in free]
     if lines:
         more = [f"    and {len(lines) - MAX_DIFFERENCES} more"] if len(lines) > MAX_DIFFERENCES else []
         differences = "\n".join([*lines[:MAX_DIFFERENCES], *more])

@@ -1,55 +1,126 @@
-"""The status that every process of a run reports: a state, what it waits for, and figures."""
+"""The last status of every service of a run, as the run service has it; when none answers, its last copy on disk.
+
+Services report to the run service (`RunClient.report_status`), which writes all statuses to `rl/statuses.json` now and
+then, and when it ends.
+"""
 
 import contextlib
 import json
-import os
-import secrets
 import time
+from dataclasses import dataclass, replace
 from typing import Any
 
 from etude.errors import EtudeError
 from etude.files import write_atomically
+from etude.runs.client import RunClient
 from etude.runs.layout import RunLayout
 
 SAMPLER = "sampler"  # the `kind` in the status of a sampler
+RUN_SERVICE = "run-service"  # name of the run service among the services
+FRESH_S = 0.5  # a status read so recently is not read again
+ANSWER_S = 2.0  # for the run service to answer a reader
 
 
-def write_status(layout: RunLayout, name: str, **facts: Any) -> None:
-    """Report the status of the service `name`: a `state`, what it is `waiting_for`, and figures."""
-    known = {"pid": os.getpid(), "time": time.time(), "state": "working", "waiting_for": ""}
-    write_atomically(layout.services / f"{name}.json", json.dumps({**known, **facts}))
+@dataclass(frozen=True)
+class ServiceStatus:
+    """The last status of a service, and its age: how long ago the run service received it."""
+
+    facts: dict[str, Any]
+    age_s: float
+
+    @property
+    def state(self) -> str:
+        return str(self.facts.get("state", ""))
 
 
-def read_status(layout: RunLayout, name: str) -> dict[str, Any] | None:
-    """Return the last status of a service; None if it has not reported any."""
+class StatusReader:
+    """Reads the statuses of a run. While the run service does not answer, no status but its own grows older."""
+
+    def __init__(self, layout: RunLayout) -> None:
+        self.layout = layout
+        self._client: RunClient | None = None
+        self._found: dict[str, ServiceStatus] = {}
+        self._read_at, self._answered_at = float("-inf"), time.monotonic()
+
+    def all(self, *, fresh: bool = False) -> dict[str, ServiceStatus]:
+        """Return the statuses by name, at most half a second old unless they must be `fresh`."""
+        now = time.monotonic()
+        if fresh or now - self._read_at > FRESH_S:
+            self._read_at = now
+            self._read(now)
+        return self._found
+
+    def get(self, name: str, *, fresh: bool = False) -> ServiceStatus | None:
+        """Return the status of a service; None if it has not reported any."""
+        return self.all(fresh=fresh).get(name)
+
+    def report(self, name: str, **facts: Any) -> None:
+        """Report a status, if the run service answers."""
+        with contextlib.suppress(EtudeError):
+            self._open().report_status(name, **facts)
+
+    def close(self) -> None:
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+    def forget(self, name: str) -> None:
+        """Remove the status of a process that has ended, before another of its name starts."""
+        self._found.pop(name, None)
+        with contextlib.suppress(EtudeError):
+            self._open().call("DELETE", f"/status/{name}")
+
+    def _open(self) -> RunClient:
+        if self._client is None:
+            client = RunClient.beside(self.layout, patience_s=0, timeout_s=ANSWER_S)
+            try:
+                client.check_beside(self.layout)
+            except EtudeError:
+                client.close()
+                raise
+            self._client = client
+        return self._client
+
+    def _read(self, now: float) -> None:
+        try:
+            statuses = self._open().statuses()
+        except EtudeError:  # it is starting, restarting, or the run is not active
+            self.close()
+            copy = read_copy(self.layout)
+            self._found = {name: each for name, each in copy.items() if name not in self._found} | self._found
+            if RUN_SERVICE in copy:
+                own = copy[RUN_SERVICE]
+                self._found[RUN_SERVICE] = replace(own, age_s=max(own.age_s, now - self._answered_at))
+            return
+        self._answered_at = now
+        self._found = {name: ServiceStatus(facts, float(facts.pop("age_s"))) for name, facts in statuses.items()}
+
+
+def read_statuses(layout: RunLayout) -> dict[str, ServiceStatus]:
+    """Return the last status of every service of a run, whether it is active or not."""
+    with contextlib.suppress(EtudeError):
+        client = RunClient.beside(layout, patience_s=0, timeout_s=ANSWER_S)
+        with contextlib.closing(client):
+            client.check_beside(layout)
+            return {name: ServiceStatus(facts, float(facts.pop("age_s"))) for name, facts in client.statuses().items()}
+    return read_copy(layout)
+
+
+# ------------------------------------------------------------------------------------------- the copy on disk
+
+
+def write_copy(layout: RunLayout, statuses: dict[str, dict[str, Any]]) -> None:
+    """Write the statuses, each with the `time` at which it arrived."""
+    write_atomically(layout.statuses, json.dumps(statuses))
+
+
+def read_copy(layout: RunLayout) -> dict[str, ServiceStatus]:
+    """Return the statuses that the run service wrote last."""
     try:
-        status = json.loads((layout.services / f"{name}.json").read_text(encoding="utf-8"))
+        found = json.loads(layout.statuses.read_text(encoding="utf-8"))
+        now = time.time()
+        return {name: ServiceStatus(dict(facts), now - float(facts["time"])) for name, facts in found.items()}
     except FileNotFoundError:
-        return None
-    except json.JSONDecodeError as error:  # not written by us: we replace the file as a whole
-        raise EtudeError(f"{layout.services / name}.json: damaged: {error}") from error
-    return dict(status)
-
-
-def read_statuses(layout: RunLayout) -> dict[str, dict[str, Any]]:
-    """Return the last status of every service, by name."""
-    names = sorted(path.stem for path in layout.services.glob("*.json"))
-    found = {name: read_status(layout, name) for name in names}
-    return {name: status for name, status in found.items() if status is not None}
-
-
-def sampler_token(layout: RunLayout) -> str:
-    """Return the bearer token of the run's samplers; the first process that asks creates it."""
-    path = layout.sampler_token
-    with contextlib.suppress(FileNotFoundError):
-        return path.read_text(encoding="ascii")
-    layout.root.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
-    part.touch(0o600)
-    try:
-        part.write_text(secrets.token_hex(24), encoding="ascii")
-        with contextlib.suppress(FileExistsError):
-            os.link(part, path)  # appears complete, and only once
-    finally:
-        part.unlink(missing_ok=True)
-    return path.read_text(encoding="ascii")
+        return {}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise EtudeError(f"{layout.statuses}: damaged: {error}") from error

@@ -135,13 +135,18 @@ def new_token() -> str:
 
 
 def stored_token(file: Path) -> str:
-    """Return the token in a file that only its owner can read; the first call makes it."""
-    with (
-        contextlib.suppress(FileExistsError),
-        open(os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as out,
-    ):
-        out.write(new_token())
-    return file.read_text()
+    """Return the token in a file that only its owner can read; the first process that asks makes it."""
+    with contextlib.suppress(FileNotFoundError):
+        return file.read_text(encoding="ascii")
+    part = file.with_name(f".{file.name}.{secrets.token_hex(8)}.part")
+    part.touch(0o600)
+    try:
+        part.write_text(new_token(), encoding="ascii")
+        with contextlib.suppress(FileExistsError):
+            os.link(part, file)  # appears complete, and only once
+    finally:
+        part.unlink(missing_ok=True)
+    return file.read_text(encoding="ascii")
 
 
 # ------------------------------------------------------------------------------------------------- serving

@@ -8,6 +8,7 @@ from etude.errors import EtudeError
 
 PR_SET_PDEATHSIG = 1
 PARENT_VARIABLE = "ETUDE_PARENT"  # set by the parent to its own pid
+NODE_VARIABLE = "ETUDE_NODE"  # set by what starts a service to the name of its machine
 
 
 def parent_process() -> int:

@@ -60,6 +60,7 @@ def hooks(root: Path, program: str) -> None:
             (directory / name).write_text(f"#!/bin/sh\n{program}\n")
             (directory / name).chmod(0o755)
     git(root, "config", "core.hooksPath", str(root.parent / "hooks"))
+    os.utime(root / ".gitattributes", (1, 1))  # unchanged, with another time: `git status` writes the index
 
 
 def diff_programs(root: Path, program: str) -> None:
