@@ -1,8 +1,9 @@
 """Grouped-query and multi-head latent attention, and the rotary positions both use.
 
-Without a cache, attention runs over the given tokens. With one, the new keys are added to the cache and attention runs
-over everything in it. Latent attention caches one latent per token and attends to it directly: the key up-projection is
-absorbed into the query and the value up-projection is applied after the sum, so decoding never expands keys.
+Without a cache, attention runs over the given tokens; with context parallelism the keys of other ranks are gathered.
+With one, the new keys are added to the cache and attention runs over everything in it. Latent attention caches one
+latent per token and attends to it directly: the key up-projection is absorbed into the query and the value
+up-projection is applied after the sum, so decoding never expands keys.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from etude.kernels.attention import Documents, attend
+from etude.kernels.attention import Documents, QueryChunks, attend
 from etude.kernels.fused import rotate
-from etude.kernels.linear import linear
 from etude.model.config import LatentConfig, ModelConfig, RopeConfig
 from etude.model.layers import Linear, RMSNorm
+from etude.parallel.context import gather_keys
+
+# How the tokens are packed: whole rows, documents, or this rank's part of rows (`etude.parallel.context.ContextShard`).
+Packing = Documents | QueryChunks | None
 
 
 class Rotation(NamedTuple):
@@ -86,23 +90,33 @@ class GroupedQueryAttention(nn.Module):
         super().__init__()
         self.layer, self.dim = layer, config.head_dim
         self.heads, self.kv_heads = config.heads, config.kv_heads
+        self.rotated_dim = 0 if layer in config.unrotated_layers else config.rope.dim
         self.scale = config.head_dim**-0.5
         self.qkv = Linear(config.hidden_size, (self.heads + 2 * self.kv_heads) * self.dim, config.attention_bias)
         self.out = Linear(self.heads * self.dim, config.hidden_size, config.attention_out_bias)
         self.q_norm = RMSNorm(self.dim, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(self.dim, config.norm_eps) if config.qk_norm else nn.Identity()
 
-    def forward(
-        self, x: Tensor, rotation: Rotation, documents: Documents | None, cache: AttentionCache | None
-    ) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation, documents: Packing, cache: AttentionCache | None) -> Tensor:
         qkv = self.qkv(x).unflatten(-1, (-1, self.dim))
         q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=-2)
-        q, k = rotate(self.q_norm(q), *rotation), rotate(self.k_norm(k), *rotation)
+        q, k = self._rotate(self.q_norm(q), rotation), self._rotate(self.k_norm(k), rotation)
         if cache is None:
+            k, v = gather_keys(documents, k, v)
             y = attend(q, k, v, scale=self.scale, documents=documents)
         else:
             y = cache.attend(self.layer, q, k, v, scale=self.scale)
-        return linear(y.flatten(-2), self.out.weight, self.out.bias)
+        out: Tensor = self.out(y.flatten(-2))
+        return out
+
+    def _rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
+        """Rotate the first dimensions of each head: all of them, or none, in most models."""
+        if self.rotated_dim == self.dim:
+            return rotate(x, *rotation)
+        if not self.rotated_dim:
+            return x
+        turned, rest = x.split((self.rotated_dim, self.dim - self.rotated_dim), dim=-1)
+        return torch.cat((rotate(turned, *rotation), rest), dim=-1)
 
 
 class LatentAttention(nn.Module):
@@ -124,9 +138,7 @@ class LatentAttention(nn.Module):
         self.kv_up = Linear(latent.kv_rank, self.heads * (latent.nope_dim + latent.v_dim), False)
         self.out = Linear(self.heads * latent.v_dim, hidden, bias)
 
-    def forward(
-        self, x: Tensor, rotation: Rotation, documents: Documents | None, cache: AttentionCache | None
-    ) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation, documents: Packing, cache: AttentionCache | None) -> Tensor:
         dims = self.latent
         q = self.q(x) if dims.q_rank is None else self.q_up(self.q_norm(self.q_down(x)))
         q_nope, q_rope = q.unflatten(-1, (self.heads, -1)).split((dims.nope_dim, dims.rope_dim), dim=-1)
@@ -135,18 +147,20 @@ class LatentAttention(nn.Module):
         q_rope = rotate(q_rope, *rotation, self.interleaved)
         k_rope = rotate(k_rope[..., None, :], *rotation, self.interleaved)
         if cache is None:
+            latent, k_rope = gather_keys(documents, latent, k_rope)  # much less than the keys and values made of them
             kv = self.kv_up(latent).unflatten(-1, (self.heads, -1))
             k_nope, v = kv.split((dims.nope_dim, dims.v_dim), dim=-1)
             k = torch.cat((k_nope, k_rope.expand(*k_nope.shape[:-1], -1)), dim=-1)
             y = attend(torch.cat((q_nope, q_rope), dim=-1), k, v, scale=self.scale, documents=documents)
         else:
             y = self._attend_latents(q_nope, q_rope, latent, k_rope, cache)
-        return linear(y.flatten(-2), self.out.weight, self.out.bias)
+        out: Tensor = self.out(y.flatten(-2))
+        return out
 
     def _attend_latents(
         self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, cache: AttentionCache
     ) -> Tensor:
-        up = self.kv_up.weight.view(self.heads, -1, self.latent.kv_rank)
+        up = self.kv_up.effective_weight().view(self.heads, -1, self.latent.kv_rank)
         k_up, v_up = up.split((self.latent.nope_dim, self.latent.v_dim), dim=1)
         q = torch.cat((torch.einsum("bthn,hnr->bthr", q_nope, k_up), q_rope), dim=-1)
         k = torch.cat((latent[..., None, :], k_rope), dim=-1)

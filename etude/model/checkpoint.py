@@ -13,29 +13,33 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from etude.errors import EtudeError, InputError
 from etude.files import commit_directory, take_lock
 from etude.model.attention import GroupedQueryAttention, LatentAttention
-from etude.model.config import ModelConfig
+from etude.model.config import ADAPTER_CONFIG, ModelConfig, without_quantisation
 from etude.model.layers import MLP
 from etude.model.moe import MoE
+from etude.model.tensor_files import DTYPES, INDEX_FILE, WEIGHTS_FILE, TensorFiles
 from etude.model.transformer import Block, Transformer
 
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
-INDEX_FILE = "model.safetensors.index.json"
-WEIGHTS_FILE = "model.safetensors"
+SHARD_BYTES = 5 * 10**9  # of one file of a checkpoint
 TRAINING = "training"  # subdirectory of a checkpoint for the optimizer and the MTP layers
 # Class names in transformers that do not follow from the model type.
-ARCHITECTURES = {"kimi_k2": "DeepseekV3ForCausalLM", "kimi_k25": "KimiK25ForConditionalGeneration"}
+ARCHITECTURES = {
+    "kimi_k2": "DeepseekV3ForCausalLM",
+    "kimi_k25": "KimiK25ForConditionalGeneration",
+    "smollm3": "SmolLM3ForCausalLM",
+}
 
 
 def load(
@@ -44,51 +48,79 @@ def load(
     device: torch.device | str | None = None,
     config: ModelConfig | None = None,
 ) -> Transformer:
-    """Load a model from a Hugging Face directory; `dtype` and `config` default to those of its files."""
+    """Load a model from a Hugging Face directory; `dtype` and `config` default to those of its files.
+
+    The directory may hold PEFT's adapter instead of weights: then its base model is loaded with the adapters.
+    """
     directory = Path(directory)
+    if (directory / ADAPTER_CONFIG).is_file():
+        from etude.model.peft import load_adapter_model  # which loads the base model here
+
+        return load_adapter_model(directory, dtype, device, config)
     config = config or ModelConfig.load(directory)
-    if config.quantised:
-        raise InputError(f"{directory}: the weights are quantised; dequantise them to bfloat16 or float32 first")
-    with TensorFiles(directory) as files:
-        with torch.device("meta"):
-            model = Transformer(config)
-        _check(files, checkpoint_views(model), config, directory)
+    config = replace(config, source=without_quantisation(config.source))  # what is written from now on is not
+    with open_weights(directory, config) as (model, files):
         model = model.to(dtype or files.dtype()).to_empty(device=device or "cpu")
-        with torch.no_grad():
-            for name, view in checkpoint_views(model).items():
-                view.copy_(files.read(name))
-        _check_tied_head(files, config, directory)
+        copy_tensors(files, checkpoint_views(model))
     return model
 
 
-def _check_tied_head(files: TensorFiles, config: ModelConfig, directory: Path) -> None:
+@contextlib.contextmanager
+def open_weights(directory: Path, config: ModelConfig) -> Iterator[tuple[Transformer, TensorFiles]]:
+    """Give a model on the meta device and the open files with its tensors, which fit it."""
+    with TensorFiles(directory) as files:
+        with torch.device("meta"):
+            model = Transformer(config)
+        check_tensors(files, checkpoint_views(model), config)
+        check_tied_head(files, config)
+        yield model, files
+
+
+@torch.no_grad()
+def copy_tensors(files: TensorFiles, views: Mapping[str, Tensor]) -> None:
+    """Copy tensors of a checkpoint into views of parameters, in the order of the files: each is open once."""
+    for name in files.names:
+        if name in views:
+            views[name].copy_(files.read(name))
+
+
+def check_tied_head(files: TensorFiles, config: ModelConfig) -> None:
     """Check that a head stored with a tied model equals the embedding; otherwise config and file disagree."""
     head, embedding = (f"{config.tensor_prefix}{name}" for name in ("lm_head.weight", "model.embed_tokens.weight"))
     if config.tied and head in files.names:
         same = files.shape(head) == files.shape(embedding) and torch.equal(files.read(head), files.read(embedding))
         if not same:
             raise InputError(
-                f"{directory}: {head} differs from the embedding, but config.json ties them; "
+                f"{files.directory}: {head} differs from the embedding, but config.json ties them; "
                 "set tie_word_embeddings to false or remove the tensor"
             )
 
 
-def save(model: Transformer, directory: Path | str, shard_bytes: int = 5 * 10**9) -> None:
+def save(model: Transformer, directory: Path | str, shard_bytes: int = SHARD_BYTES) -> None:
     """Write a directory that transformers can load. An existing non-empty directory is an error."""
     with new_directory(Path(directory)) as partial:
         write_model(model, partial, shard_bytes)
 
 
-def write_model(model: Transformer, directory: Path, shard_bytes: int = 5 * 10**9) -> None:
-    """Write weights and config.json into an existing directory."""
-    write_tensors(directory, checkpoint_views(model).items(), shard_bytes=shard_bytes)
-    family, dtype = model.config.family, str(model.embed.weight.dtype).removeprefix("torch.")
-    key = "torch_dtype" if "torch_dtype" in model.config.source else "dtype"
+def write_model(
+    model: Transformer,
+    directory: Path,
+    shard_bytes: int = SHARD_BYTES,
+    extra: Iterable[tuple[str, Tensor]] = (),
+) -> None:
+    """Write weights, with `extra` tensors beside them, and config.json into an existing directory."""
+    write_tensors(directory, chain(checkpoint_views(model).items(), extra), shard_bytes=shard_bytes)
+    write_config(model.config, model.embed.weight.dtype, directory)
+
+
+def write_config(config: ModelConfig, dtype: torch.dtype, directory: Path) -> None:
+    """Write config.json of weights that have this dtype."""
+    family, key = config.family, "torch_dtype" if "torch_dtype" in config.source else "dtype"
     # vLLM loads a model without `architectures` as an embedding model.
     words = "".join(word.capitalize() for word in family.split("_"))
     named = {"architectures": [ARCHITECTURES.get(family, f"{words}ForCausalLM")]}
-    config = {**named, **model.config.source, key: dtype}
-    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    keys = {**named, **config.source, key: str(dtype).removeprefix("torch.")}
+    (directory / "config.json").write_text(json.dumps(keys, indent=2) + "\n")
 
 
 def training_file(directory: Path, name: str) -> Path:
@@ -130,36 +162,51 @@ def new_directory(directory: Path) -> Iterator[Path]:
         os.close(lock)
 
 
-def write_tensors(directory: Path, tensors: Iterable[tuple[str, Tensor]], *, shard_bytes: int = 5 * 10**9) -> None:
+def write_tensors(directory: Path, tensors: Iterable[tuple[str, Tensor]], *, shard_bytes: int = SHARD_BYTES) -> None:
     """Write one model.safetensors, or shards with an index. Holds at most one shard in memory."""
-    shards: list[tuple[Path, list[str]]] = []
+    found = write_shards(directory, tensors, "shard", shard_bytes)
+    files = list(dict.fromkeys(file for file, _ in found.values()))
+    if len(files) == 1:
+        (directory / files[0]).rename(directory / WEIGHTS_FILE)
+        return
+    names = {file: f"model-{number:05d}-of-{len(files):05d}.safetensors" for number, file in enumerate(files, 1)}
+    for file, name in names.items():
+        (directory / file).rename(directory / name)
+    write_index(directory, {name: (names[file], size) for name, (file, size) in found.items()})
+
+
+def write_shards(
+    directory: Path, tensors: Iterable[tuple[str, Tensor]], stem: str, shard_bytes: int = SHARD_BYTES
+) -> dict[str, tuple[str, int]]:
+    """Write tensors into files STEM-NUMBER.safetensors; return the file and the bytes of each tensor."""
+    found: dict[str, tuple[str, int]] = {}
     pending: dict[str, Tensor] = {}
-    total = held = 0
+    files = held = 0
 
     def flush() -> None:
-        path = directory / f"shard-{len(shards)}"
+        nonlocal files, held
+        path = directory / f"{stem}-{files:05d}.safetensors"
         save_file(pending, path, metadata={"format": "pt"})
-        shards.append((path, list(pending)))
+        path.chmod(0o644)  # safetensors makes files readable by their owner only
+        found.update({name: (path.name, tensor.numel() * tensor.element_size()) for name, tensor in pending.items()})
         pending.clear()
+        files, held = files + 1, 0
 
     for name, tensor in tensors:
         size = tensor.numel() * tensor.element_size()
         if pending and held + size > shard_bytes:
             flush()
-            held = 0
         pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        held, total = held + size, total + size
-    flush()
-    for path, _ in shards:
-        path.chmod(0o644)  # safetensors makes files readable by their owner only
-    if len(shards) == 1:
-        shards[0][0].rename(directory / WEIGHTS_FILE)
-        return
-    weight_map: dict[str, str] = {}
-    for number, (path, names) in enumerate(shards, 1):
-        final = path.rename(directory / f"model-{number:05d}-of-{len(shards):05d}.safetensors")
-        weight_map.update(dict.fromkeys(names, final.name))
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        held += size
+    if pending:
+        flush()
+    return found
+
+
+def write_index(directory: Path, files: Mapping[str, tuple[str, int]]) -> None:
+    """Write the index of sharded weights: the file and the bytes of each tensor."""
+    weight_map = {name: file for name, (file, _) in sorted(files.items())}
+    index = {"metadata": {"total_size": sum(size for _, size in files.values())}, "weight_map": weight_map}
     (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
 
 
@@ -171,15 +218,32 @@ def checkpoint_views(model: Transformer) -> dict[str, Tensor]:
         found[f"{prefix}lm_head.weight"] = model.head.weight
     for i, block in enumerate(model.blocks):
         assert isinstance(block, Block)
-        at = f"{prefix}model.layers.{i}."
-        found[f"{at}input_layernorm.weight"] = block.attention_norm.weight
-        found[f"{at}post_attention_layernorm.weight"] = block.mlp_norm.weight
-        if isinstance(block.attention, LatentAttention):
-            found |= _latent_views(block.attention, f"{at}self_attn.")
-        else:
-            found |= _grouped_query_views(block.attention, f"{at}self_attn.")
-        found |= (_moe_views if isinstance(block.mlp, MoE) else _mlp_views)(block.mlp, f"{at}mlp.")  # type: ignore[arg-type]
+        found |= block_views(block, model.config, i)
     return found
+
+
+def block_views(block: Block, config: ModelConfig, layer: int) -> dict[str, Tensor]:
+    """Return the tensors of one block by their names in the checkpoint."""
+    at, fused = f"{config.tensor_prefix}model.layers.{layer}.", config.fused_projections
+    found: dict[str, Tensor] = {
+        f"{at}input_layernorm.weight": block.attention_norm.weight,
+        f"{at}post_attention_layernorm.weight": block.mlp_norm.weight,
+    }
+    if isinstance(block.attention, LatentAttention):
+        found |= _latent_views(block.attention, f"{at}self_attn.")
+    else:
+        found |= _grouped_query_views(block.attention, f"{at}self_attn.", fused)
+    if isinstance(block.mlp, MoE):
+        found |= _moe_views(block.mlp, f"{at}mlp.")
+    else:
+        found |= _mlp_views(block.mlp, f"{at}mlp.", fused)
+    return {_renamed(name, config): view for name, view in found.items()}
+
+
+def _renamed(name: str, config: ModelConfig) -> str:
+    for ours, theirs in config.tensor_names:
+        name = name.replace(ours, theirs)
+    return name
 
 
 def rounded_views(model: Transformer, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -192,9 +256,12 @@ def rounded_views(model: Transformer, dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: view if id(view) in buffers else view.to(dtype) for name, view in checkpoint_views(model).items()}
 
 
-def _grouped_query_views(attention: GroupedQueryAttention, at: str) -> dict[str, Tensor]:
+def _grouped_query_views(attention: GroupedQueryAttention, at: str, fused: bool) -> dict[str, Tensor]:
     q, kv = attention.heads * attention.dim, attention.kv_heads * attention.dim
-    found = _split_linear(attention.qkv, at, {"q_proj": q, "k_proj": kv, "v_proj": kv})
+    if fused:
+        found = _linear(attention.qkv, f"{at}qkv_proj")
+    else:
+        found = _split_linear(attention.qkv, at, {"q_proj": q, "k_proj": kv, "v_proj": kv})
     found |= _linear(attention.out, f"{at}o_proj")
     for name, norm in (("q_norm", attention.q_norm), ("k_norm", attention.k_norm)):
         found |= {f"{at}{name}.{key}": value for key, value in norm.named_parameters()}
@@ -212,8 +279,10 @@ def _latent_views(attention: LatentAttention, at: str) -> dict[str, Tensor]:
     return found | _linear(attention.out, f"{at}o_proj")
 
 
-def _mlp_views(mlp: MLP, at: str) -> dict[str, Tensor]:
+def _mlp_views(mlp: MLP, at: str, fused: bool = False) -> dict[str, Tensor]:
     size = mlp.down.in_features
+    if fused:
+        return _linear(mlp.gate_up, f"{at}gate_up_proj") | _linear(mlp.down, f"{at}down_proj")
     return _split_linear(mlp.gate_up, at, {"gate_proj": size, "up_proj": size}) | _linear(mlp.down, f"{at}down_proj")
 
 
@@ -229,28 +298,35 @@ def _moe_views(moe: MoE, at: str) -> dict[str, Tensor]:
 
 
 def _linear(linear: nn.Linear, name: str) -> dict[str, Tensor]:
-    return {f"{name}.{key}": value for key, value in linear.named_parameters()}
+    return {f"{name}.{key}": value for key, value in linear.named_parameters(recurse=False)}
 
 
 def _split_linear(linear: nn.Linear, at: str, sizes: dict[str, int]) -> dict[str, Tensor]:
     """Return views of a fused matrix as the separate matrices of the Hugging Face format."""
     found: dict[str, Tensor] = {}
-    for key, value in linear.named_parameters():
+    for key, value in linear.named_parameters(recurse=False):
         parts = value.split(list(sizes.values()))
         found |= {f"{at}{name}.{key}": part for name, part in zip(sizes, parts, strict=True)}
     return found
 
 
-def _check(files: TensorFiles, expected: dict[str, Tensor], config: ModelConfig, directory: Path) -> None:
+def check_tensors(files: TensorFiles, expected: Mapping[str, Tensor], config: ModelConfig) -> None:
     """Check names, shapes and dtypes of all tensors before any weight is read."""
-    missing = [name for name in expected if name not in files.names]
-    if missing:
-        raise InputError(f"{directory}: tensor {missing[0]} is missing{_and_more(missing)}; {config.family} needs it")
+    check_shapes(files, expected, config)
+    directory = files.directory
     extra = [name for name in files.names if name not in expected and not _ignored(name, config)]
     if extra:
         raise InputError(
             f"{directory}: tensor {extra[0]} does not belong to this {config.family} model{_and_more(extra)}"
         )
+
+
+def check_shapes(files: TensorFiles, expected: Mapping[str, Tensor], config: ModelConfig) -> None:
+    """Check that the expected tensors are there, whatever else is."""
+    directory = files.directory
+    missing = [name for name in expected if name not in files.names]
+    if missing:
+        raise InputError(f"{directory}: tensor {missing[0]} is missing{_and_more(missing)}; {config.family} needs it")
     for name, view in expected.items():
         if (shape := files.shape(name)) != list(view.shape):
             raise InputError(f"{directory}: tensor {name} has shape {shape}; config.json requires {list(view.shape)}")
@@ -264,70 +340,14 @@ def _ignored(name: str, config: ModelConfig) -> bool:
         return True  # derived from the config, or a copy of the embedding
     if config.family == "kimi_k25" and not name.startswith(config.tensor_prefix):
         return True  # the vision tower and its projector
+    return is_mtp_tensor(name, config)
+
+
+def is_mtp_tensor(name: str, config: ModelConfig) -> bool:
+    """Return whether a tensor belongs to the MTP layers of a published checkpoint, which follow the others."""
     layer = re.match(re.escape(config.tensor_prefix) + r"model\.layers\.(\d+)\.", name)
     return bool(layer and config.layers <= int(layer[1]) < config.layers + config.mtp_layers)
 
 
 def _and_more(names: list[str]) -> str:
     return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-
-
-class TensorFiles:
-    """The open safetensors files of a directory: names and shapes at once, tensors on demand."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self._stack = contextlib.ExitStack()
-        index = directory / INDEX_FILE
-        files = sorted(set(_weight_map(index).values())) if index.exists() else [WEIGHTS_FILE]
-        self._file_of: dict[str, Any] = {}
-        for file in files:
-            opened = self._open(directory / file)
-            self._file_of.update(dict.fromkeys(opened.keys(), opened))
-
-    @property
-    def names(self) -> Collection[str]:
-        return self._file_of.keys()
-
-    def _open(self, path: Path) -> Any:
-        try:
-            return self._stack.enter_context(safe_open(path, framework="pt"))
-        except FileNotFoundError:
-            raise InputError(f"{path}: not found; the checkpoint is incomplete") from None
-        except (SafetensorError, OSError) as problem:
-            raise InputError(
-                f"{path}: not a complete safetensors file ({problem}); copy or download it again"
-            ) from None
-
-    def shape(self, name: str) -> list[int]:
-        return list(self._file_of[name].get_slice(name).get_shape())
-
-    def stored_dtype(self, name: str) -> str:
-        return str(self._file_of[name].get_slice(name).get_dtype())
-
-    def dtype(self) -> torch.dtype:
-        """Return the dtype of the first matrix, which most of the weights are stored in."""
-        for name in self.names:
-            if len(self.shape(name)) > 1 and self.stored_dtype(name) in DTYPES:
-                return DTYPES[self.stored_dtype(name)]
-        raise InputError(f"{self.directory}: has no weight matrices")
-
-    def read(self, name: str) -> Tensor:
-        tensor: Tensor = self._file_of[name].get_tensor(name)
-        return tensor
-
-    def __enter__(self) -> TensorFiles:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file_of.clear()
-        self._stack.close()
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    try:
-        weight_map = json.loads(index.read_text())["weight_map"]
-        names = {str(key): Path(value).name for key, value in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
-        raise InputError(f"{index}: not a checkpoint index ({problem})") from None
-    return names

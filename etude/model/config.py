@@ -2,7 +2,8 @@
 
 The Hugging Face dictionary is authoritative: a ModelConfig is read from it, keeps it, and is written back from it, so
 keys of other tools are preserved. To change a config, change the dictionary (`evolve`) and read it again. A value that
-is not supported (another activation, a sliding window, dynamic RoPE) is an error when the config is read.
+is not supported (another activation, dynamic RoPE) is an error when the config is read. Where layers attend to a
+sliding window, the context is limited to the window: within it the network is the same.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from etude.config import Registry, import_plugins
 from etude.errors import InputError
 
 HuggingFaceConfig = Mapping[str, Any]
+ADAPTER_CONFIG = "adapter_config.json"  # of a directory that has PEFT's adapter instead of weights
 PROFILE_FILE = "agent.json"  # of a checkpoint: how its model is used (etude.harness.profile)
 
 
@@ -27,7 +29,7 @@ class RopeConfig:
     """Rotary positions: the base, and the scaling beyond the original training length."""
 
     theta: float
-    dim: int
+    dim: int  # how many dimensions of a head are rotated, the first ones
     kind: str = "default"
     factor: float = 1.0
     original_length: int = 0
@@ -89,16 +91,15 @@ class ModelConfig:
     attention_bias: bool = False  # of the projections to queries, keys and values
     attention_out_bias: bool = False
     mlp_bias: bool = False
+    unrotated_layers: tuple[int, ...] = ()  # without positions (SmolLM3)
     latent: LatentConfig | None = None
     moe: MoEConfig | None = None
     mtp_layers: int = 0  # in the checkpoint; not part of the Transformer
     tensor_prefix: str = ""  # Kimi K2.5 nests its text model under "language_model."
+    tensor_names: tuple[tuple[str, str], ...] = ()  # parts of a checkpoint's names: ours, and those of the family
+    fused_projections: bool = False  # the checkpoint has queries, keys and values as one matrix, gate and up too
+    window: int | None = None  # of sliding-window attention; `max_length` is no longer than it
     source: HuggingFaceConfig = field(default_factory=dict, repr=False, compare=False)
-
-    @property
-    def quantised(self) -> bool:
-        text = self.source.get("text_config") or {}
-        return bool(self.source.get("quantization_config") or text.get("quantization_config"))
 
     @classmethod
     def from_hugging_face(cls, source: HuggingFaceConfig, where: str = "config.json") -> ModelConfig:
@@ -114,6 +115,8 @@ class ModelConfig:
     def load(cls, directory: Path | str) -> ModelConfig:
         path = Path(directory) / "config.json"
         try:
+            if not path.is_file():
+                path = base_directory(Path(directory)) / "config.json"
             source = json.loads(path.read_text())
         except FileNotFoundError:
             raise InputError(f"{path}: not found; expected a Hugging Face model directory") from None
@@ -132,6 +135,41 @@ class ModelConfig:
         return self.from_hugging_face({**outer, "text_config": text} if "text_config" in outer else text)
 
 
+def quantisation_of(source: HuggingFaceConfig) -> HuggingFaceConfig | None:
+    """Return how the weights beside a config.json are quantised; None if they are not."""
+    text = source.get("text_config")
+    inner = text.get("quantization_config") if isinstance(text, Mapping) else None
+    found = source.get("quantization_config") or inner
+    if found and not isinstance(found, Mapping):
+        raise InputError(f"quantization_config is {found!r}; expected a table")
+    return found or None
+
+
+def without_quantisation(source: HuggingFaceConfig) -> HuggingFaceConfig:
+    """Return the config of the same model with its weights dequantised."""
+    kept = {key: value for key, value in source.items() if key != "quantization_config"}
+    text = kept.get("text_config")
+    return {**kept, "text_config": without_quantisation(text)} if isinstance(text, Mapping) else kept
+
+
+def base_directory(directory: Path) -> Path:
+    """Return the directory of the base model that an adapter directory names; any other directory is its own."""
+    path = directory / ADAPTER_CONFIG
+    if not path.is_file():
+        return directory
+    try:
+        base = json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"]
+        found: Path = directory / base  # an absolute path stays what it is
+    except (OSError, ValueError, KeyError, TypeError) as problem:
+        raise InputError(f"{path}: base_model_name_or_path is missing or not readable ({problem})") from None
+    if not found.is_dir():
+        raise InputError(
+            f"{path}: its base model {base} is not a directory here; put the model's directory in "
+            "base_model_name_or_path, absolute or relative to the adapter"
+        )
+    return found
+
+
 def import_checkpoint_plugins(directory: Path) -> None:
     """Import the plugins that a checkpoint's agent.json names: its model family or its tools may come from them."""
     file = directory / PROFILE_FILE
@@ -144,6 +182,11 @@ def with_rope(
     config: ModelConfig, *, length: int, theta: float | None = None, scaling: Mapping[str, Any] | None = None
 ) -> ModelConfig:
     """Return a config with a context of at least `length` tokens and, if given, another RoPE base or scaling."""
+    if config.window is not None and length > config.window:
+        raise InputError(
+            f"a context of {length} tokens is longer than the window of {config.window} that this {config.family} "
+            "model attends to; attention over a sliding window is not supported"
+        )
     source = config.source.get("text_config") or config.source
     rope = {**(source.get("rope_parameters") or {}), **(source.get("rope_scaling") or {})}
     old_theta = rope.pop("rope_theta", None) or source.get("rope_theta") or 10_000.0
@@ -212,11 +255,15 @@ FAMILIES = Registry[Callable[[ConfigReader], ModelConfig]]("model family")
 family = FAMILIES.add  # decorator of a function called like the `model_type` that it reads
 
 
-def common_keys(c: ConfigReader, head_dim: int) -> dict[str, Any]:
-    """Read the keys that all families share, and reject values that none of them supports."""
+def common_keys(c: ConfigReader, head_dim: int, *, windowed: bool = False) -> dict[str, Any]:
+    """Read the keys that all families share, and reject values that none of them supports.
+
+    `windowed`: the family has no key that says whether `sliding_window` is used: it is if it is given.
+    """
     c.require("hidden_act", "silu")
-    if c.flag("use_sliding_window") or any("sliding" in str(kind) for kind in c.get("layer_types", ())):
-        raise ValueError("sliding-window attention is not supported")
+    length, window = c.size("max_position_embeddings", 2048), None
+    if windowed or c.flag("use_sliding_window") or any("sliding" in str(kind) for kind in c.get("layer_types", ())):
+        window = None if c.get("sliding_window") is None else c.size("sliding_window")
     heads = c.size("num_attention_heads")
     kv_heads = c.size("num_key_value_heads", heads)
     if heads % kv_heads:
@@ -232,7 +279,8 @@ def common_keys(c: ConfigReader, head_dim: int) -> dict[str, Any]:
         "mlp_size": c.size("intermediate_size"),
         "norm_eps": c.number("rms_norm_eps", 1e-6),
         "tied": c.flag("tie_word_embeddings"),
-        "max_length": c.size("max_position_embeddings", 2048),
+        "max_length": length if window is None else min(length, window),
+        "window": window,
         "init_std": c.number("initializer_range", 0.02),
         "attention_bias": c.flag("attention_bias"),
         "attention_out_bias": c.flag("attention_bias"),
@@ -252,14 +300,29 @@ def _mscale(factor: float, weight: float = 1.0) -> float:
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def read_rope(c: ConfigReader, dim: int, *, interleaved: bool = False, score_scaling: bool = False) -> RopeConfig:
-    """Read RoPE from either format: `rope_theta` + `rope_scaling`, or transformers 5's `rope_parameters`."""
+def read_rope(
+    c: ConfigReader,
+    dim: int,
+    *,
+    interleaved: bool = False,
+    score_scaling: bool = False,
+    partial: float | None = None,
+    theta: float = 10_000.0,
+) -> RopeConfig:
+    """Read RoPE from either format: `rope_theta` + `rope_scaling`, or transformers 5's `rope_parameters`.
+
+    `dim` is the width of a head. `theta` is the base of a config that names none, `partial` its rotated fraction of a
+    head: None if the family always rotates all of it.
+    """
     old, new = c.section("rope_scaling"), c.section("rope_parameters")
     scaling = ConfigReader({**old.source, **new.source})
-    theta = scaling.number("rope_theta", c.number("rope_theta", 10_000.0))
+    theta = scaling.number("rope_theta", c.number("rope_theta", theta))
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    scaling.require("partial_rotary_factor", 1.0)
-    c.require("partial_rotary_factor", 1.0)
+    fraction = scaling.number("partial_rotary_factor", c.number("partial_rotary_factor", partial or 1.0))
+    rotated = int(dim * fraction)
+    if (fraction != 1.0 and partial is None) or fraction > 1 or rotated % 2 or not rotated:
+        raise ValueError(f"partial_rotary_factor is {fraction}, of {dim} dimensions; this is not supported")
+    dim = rotated
     if kind == "default":
         return RopeConfig(theta=theta, dim=dim, interleaved=interleaved)
     if kind not in ("linear", "llama3", "yarn"):
@@ -295,6 +358,47 @@ def llama(c: ConfigReader) -> ModelConfig:
 
 
 @family
+def mistral(c: ConfigReader) -> ModelConfig:
+    dim = read_head_dim(c)
+    return ModelConfig(**common_keys(c, dim, windowed=True), rope=read_rope(c, dim))
+
+
+@family
+def qwen2(c: ConfigReader) -> ModelConfig:
+    """Qwen2 and Qwen2.5: biases of queries, keys and values, which the config does not mention."""
+    dim = read_head_dim(c)
+    keys = common_keys(c, dim) | {"attention_bias": True, "attention_out_bias": False}
+    return ModelConfig(**keys, rope=read_rope(c, dim))
+
+
+@family
+def smollm3(c: ConfigReader) -> ModelConfig:
+    """Like llama, but every fourth layer has no positions."""
+    dim, layers = read_head_dim(c), c.size("num_hidden_layers")
+    every = c.size("no_rope_layer_interval", 4)
+    rotated = c.get("no_rope_layers", [(layer + 1) % every for layer in range(layers)])  # true: this layer has RoPE
+    if not isinstance(rotated, (list, tuple)) or len(rotated) < layers:
+        raise ValueError(f"no_rope_layers is {rotated!r}; expected one entry for each of {layers} layers")
+    keys = common_keys(c, dim) | {"tied": c.flag("tie_word_embeddings", True)}
+    return ModelConfig(
+        **keys,
+        rope=read_rope(c, dim, theta=2_000_000.0),
+        mlp_bias=c.flag("mlp_bias"),
+        unrotated_layers=tuple(layer for layer in range(layers) if not rotated[layer]),
+    )
+
+
+@family
+def phi3(c: ConfigReader) -> ModelConfig:
+    """Phi-3 and Phi-4: llama with queries, keys and values as one matrix, gate and up too. LongRoPE is an error."""
+    dim = read_head_dim(c)
+    keys = common_keys(c, dim, windowed=True) | {"norm_eps": c.number("rms_norm_eps", 1e-5)}
+    if (rope := read_rope(c, dim, partial=1.0)).kind != "default":  # `yarn` is an old name of LongRoPE here
+        raise ValueError("rope scaling of a phi3 model is LongRoPE, which is not supported")
+    return ModelConfig(**keys, rope=rope, fused_projections=True)
+
+
+@family
 def qwen3(c: ConfigReader) -> ModelConfig:
     dim = read_head_dim(c, 128)
     return ModelConfig(**common_keys(c, dim), rope=read_rope(c, dim), qk_norm=True)
@@ -315,6 +419,36 @@ def qwen3_moe(c: ConfigReader) -> ModelConfig:
     return ModelConfig(**common_keys(c, dim), rope=read_rope(c, dim), qk_norm=True, moe=_validate_moe(moe))
 
 
+@family
+def mixtral(c: ConfigReader) -> ModelConfig:
+    dim = read_head_dim(c)
+    c.require("router_jitter_noise", 0.0)
+    moe = MoEConfig(
+        experts=c.size("num_local_experts"),
+        per_token=c.size("num_experts_per_tok"),
+        expert_size=c.size("intermediate_size"),
+        layers=tuple(range(c.size("num_hidden_layers"))),
+    )
+    keys = common_keys(c, dim, windowed=True) | {"norm_eps": c.number("rms_norm_eps", 1e-5)}
+    names = ((".mlp.", ".block_sparse_moe."), ("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2"))
+    rope = read_rope(c, dim, theta=1_000_000.0)
+    return ModelConfig(**keys, rope=rope, moe=_validate_moe(moe), tensor_names=names)
+
+
+@family
+def glm4_moe(c: ConfigReader) -> ModelConfig:
+    """GLM-4.5: grouped-query attention with half of each head rotated, experts as in DeepSeek-V3."""
+    dim = read_head_dim(c)
+    keys = common_keys(c, dim) | {"attention_out_bias": False, "norm_eps": c.number("rms_norm_eps", 1e-5)}
+    return ModelConfig(
+        **keys,
+        rope=read_rope(c, dim, partial=0.5),
+        qk_norm=c.flag("use_qk_norm"),
+        moe=_sigmoid_moe(c),
+        mtp_layers=c.size("num_nextn_predict_layers", 0, minimum=0),
+    )
+
+
 @FAMILIES.register("kimi_k2")
 @family
 def deepseek_v3(c: ConfigReader) -> ModelConfig:
@@ -331,8 +465,25 @@ def deepseek_v3(c: ConfigReader) -> ModelConfig:
     )
     if latent.rope_dim % 2:
         raise ValueError(f"qk_rope_head_dim is {latent.rope_dim}; rotary positions rotate pairs, so it must be even")
+    return ModelConfig(
+        **common_keys(c, latent.nope_dim + latent.rope_dim),
+        rope=read_rope(c, latent.rope_dim, interleaved=c.flag("rope_interleave", True), score_scaling=True),
+        latent=latent,
+        moe=_sigmoid_moe(c),
+        mtp_layers=c.size("num_nextn_predict_layers", 0, minimum=0),
+    )
+
+
+@family
+def kimi_k25(c: ConfigReader) -> ModelConfig:
+    """The text model of Kimi K2.5; the vision tower is not loaded."""
+    text = deepseek_v3(c.section("text_config"))
+    return replace(text, family="kimi_k25", tensor_prefix="language_model.", source=dict(c.source))
+
+
+def _sigmoid_moe(c: ConfigReader) -> MoEConfig:
+    """Read the experts of DeepSeek-V3. No defaults where transformers has others: a wrong guess is another network."""
     expert_size = c.size("moe_intermediate_size")
-    # No defaults where transformers has others: a wrong guess would be a different network.
     moe = MoEConfig(
         experts=c.size("n_routed_experts"),
         per_token=c.size("num_experts_per_tok"),
@@ -345,20 +496,7 @@ def deepseek_v3(c: ConfigReader) -> ModelConfig:
         normalize=c.flag("norm_topk_prob", True),
         scale=c.number("routed_scaling_factor"),
     )
-    return ModelConfig(
-        **common_keys(c, latent.nope_dim + latent.rope_dim),
-        rope=read_rope(c, latent.rope_dim, interleaved=c.flag("rope_interleave", True), score_scaling=True),
-        latent=latent,
-        moe=_validate_moe(moe),
-        mtp_layers=c.size("num_nextn_predict_layers", 0, minimum=0),
-    )
-
-
-@family
-def kimi_k25(c: ConfigReader) -> ModelConfig:
-    """The text model of Kimi K2.5; the vision tower is not loaded."""
-    text = deepseek_v3(c.section("text_config"))
-    return replace(text, family="kimi_k25", tensor_prefix="language_model.", source=dict(c.source))
+    return _validate_moe(moe)
 
 
 def _validate_moe(moe: MoEConfig) -> MoEConfig:

@@ -1,37 +1,25 @@
-"""Cost of a model from its config alone: parameters, FLOPs, KV cache, and training memory per GPU on a mesh.
+"""Cost of a model from its config alone: parameters, FLOPs and KV cache.
 
-Parameters are counted on the model itself, built on torch's meta device, so the count always matches the network.
-Memory is an estimate under these assumptions: bfloat16 weights and gradients, float32 master weights and two Adam
-moments, all sharded over every GPU (including context-parallel ranks); one layer gathered at a time, its experts
-divided by EP; activations checkpointed at layer boundaries.
+Parameters are counted on the model itself, built on torch's meta device, so the count always matches the network. The
+memory of a trainer is in `trainer_memory`, its communication in `communication`.
 """
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import torch
 
 from etude.errors import InputError
-from etude.kernels.loss import CHUNK_ELEMENTS
+from etude.model.adapters import adapters, add_adapters
 from etude.model.config import ModelConfig
 from etude.model.known import KNOWN_MODELS
 from etude.model.moe import MoE
+from etude.model.settings import LoraSettings
 from etude.model.transformer import Block, Transformer
-
-WEIGHT_BYTES = GRADIENT_BYTES = 2
-OPTIMIZER_BYTES = 12
-
-
-@dataclass(frozen=True)
-class Mesh:
-    gpus: int
-    ep: int = 1
-    cp: int = 1
-    sequence: int = 32_768
-    rows: int = 1  # sequences per context-parallel group and micro-batch
 
 
 @dataclass(frozen=True)
@@ -41,20 +29,6 @@ class ParameterCounts:
     experts: int
     embedding: int
     mtp_layer: int  # of one additional multi-token-prediction layer in DeepSeek-V3's design
-
-
-@dataclass(frozen=True)
-class MemoryPerGpu:
-    weights: int
-    gradients: int
-    optimizer: int
-    gathered_layers: int
-    activations: int
-    head_and_loss: int
-
-    @property
-    def total(self) -> int:
-        return sum(vars(self).values())
 
 
 def find_config(name: str) -> ModelConfig:
@@ -72,6 +46,7 @@ def find_config(name: str) -> ModelConfig:
     raise InputError(f"{name}: neither a model directory nor a config.json nor one of {', '.join(KNOWN_MODELS)}")
 
 
+@lru_cache(maxsize=32)
 def count_parameters(config: ModelConfig) -> ParameterCounts:
     with torch.device("meta"):
         model = Transformer(config)
@@ -84,70 +59,38 @@ def count_parameters(config: ModelConfig) -> ParameterCounts:
     return ParameterCounts(total, total - idle, experts, embedding, mtp_layer)
 
 
-def kv_bytes_per_token(config: ModelConfig) -> int:
-    """Return the bfloat16 KV cache bytes of a token; latent attention keeps a latent and a rotary key per layer."""
-    latent = config.latent
-    width = latent.kv_rank + latent.rope_dim if latent else 2 * config.kv_heads * config.head_dim
-    return 2 * width * config.layers
-
-
-def memory_per_gpu(config: ModelConfig, parameters: ParameterCounts, mesh: Mesh) -> MemoryPerGpu:
-    _check_mesh(config, mesh)
-    shard = -(-parameters.total // mesh.gpus)
-    moe_layers = len(config.moe.layers) if config.moe else 0
-    layer_experts = parameters.experts // moe_layers if moe_layers else 0
+@lru_cache(maxsize=32)
+def adapter_parameters(config: ModelConfig, settings: LoraSettings | None) -> int:
+    """Return the number of values of a model's adapters; 0 without settings."""
+    if settings is None:
+        return 0
     with torch.device("meta"):
-        layer_dense = _count(Block(config, config.layers - 1)) - layer_experts
-    layer = layer_dense + layer_experts // mesh.ep
-    tokens = mesh.rows * mesh.sequence // mesh.cp
-    return MemoryPerGpu(
-        weights=WEIGHT_BYTES * shard,
-        gradients=GRADIENT_BYTES * shard,
-        optimizer=OPTIMIZER_BYTES * shard,
-        gathered_layers=(2 * WEIGHT_BYTES + GRADIENT_BYTES)
-        * layer,  # this layer, the prefetched next one, and the gradients of this one
-        activations=2 * tokens * (config.layers * config.hidden_size + _layer_width(config)),
-        head_and_loss=(WEIGHT_BYTES + 4) * parameters.embedding + 2 * min(CHUNK_ELEMENTS, tokens * config.vocab_size),
-    )
+        model = Transformer(config)
+    return sum(_count(adapter) for adapter in adapters(add_adapters(model, settings, seed=None)))
 
 
-def training_flops_per_token(config: ModelConfig, length: int) -> float:
+def kv_width(config: ModelConfig) -> int:
+    """Return the numbers of a token that attention keeps per layer: keys and values, or a latent and a rotary key."""
+    latent = config.latent
+    return latent.kv_rank + latent.rope_dim if latent else 2 * config.kv_heads * config.head_dim
+
+
+def kv_bytes_per_token(config: ModelConfig) -> int:
+    """Return the bfloat16 KV cache bytes of a token."""
+    return 2 * kv_width(config) * config.layers
+
+
+def training_flops_per_token(config: ModelConfig, length: int, *, frozen: bool = False) -> float:
     """Return the FLOPs of forward and backward without recomputation; the embedding look-up is free.
 
-    Six per active weight, plus causal attention over half of the row on average.
+    Six per active weight, four of a frozen one, which adapters beside it leave without a gradient; plus causal
+    attention over half of the row on average.
     """
     counted = count_parameters(config)
     weights = counted.active - (0 if config.tied else counted.embedding)
     latent = config.latent
     width = config.heads * (config.head_dim + (latent.v_dim if latent else config.head_dim))
-    return 6 * weights + 3 * config.layers * 2 * width * length / 2
-
-
-def _layer_width(config: ModelConfig) -> int:
-    """Return the values stored per token in one layer during its backward, without attention's scratch space."""
-    heads = config.heads * config.head_dim
-    attention = 4 * config.hidden_size + 2 * heads + 2 * config.kv_heads * config.head_dim
-    if config.latent:
-        attention += 2 * config.heads * config.latent.v_dim
-    if config.moe is None:
-        return attention + 3 * config.mlp_size
-    rows = config.moe.per_token * (2 * config.hidden_size + 3 * config.moe.expert_size)
-    return attention + rows + 3 * config.moe.shared_size
-
-
-def _check_mesh(config: ModelConfig, mesh: Mesh) -> None:
-    if min(mesh.gpus, mesh.ep, mesh.cp, mesh.sequence, mesh.rows) < 1:
-        raise InputError("gpus, ep, cp, sequence and rows must all be at least 1")
-    if mesh.gpus % mesh.ep or mesh.gpus % mesh.cp:
-        raise InputError(f"{mesh.gpus} GPUs do not divide into EP {mesh.ep} and CP {mesh.cp} groups")
-    if mesh.ep > 1 and config.moe is None:
-        raise InputError(f"EP {mesh.ep} needs experts; this {config.family} model is dense")
-    if config.moe and config.moe.experts % mesh.ep:
-        raise InputError(f"{config.moe.experts} experts do not divide over EP {mesh.ep}")
-    if mesh.sequence % mesh.cp:
-        raise InputError(f"a sequence of {mesh.sequence} does not divide over CP {mesh.cp}")
-    if mesh.sequence > config.max_length:
-        raise InputError(f"a sequence of {mesh.sequence} exceeds the model's {config.max_length} positions")
+    return (4 if frozen else 6) * weights + 3 * config.layers * 2 * width * length / 2
 
 
 def _count(module: torch.nn.Module) -> int:

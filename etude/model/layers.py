@@ -7,17 +7,26 @@ from torch import Tensor, nn
 
 from etude.kernels.fused import rms_norm, swiglu
 from etude.kernels.linear import linear
+from etude.model.lora import Adapter
 
 
 class Linear(nn.Linear):
     def __init__(self, in_features: int, out_features: int, bias: bool) -> None:
         super().__init__(in_features, out_features, bias)
+        self.adapter: Adapter | None = None
 
     def reset_parameters(self) -> None:
         """Do nothing: torch would draw random weights that are overwritten anyway."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+        y = linear(x, self.weight, self.bias)
+        return y if self.adapter is None else y + self.adapter(x)
+
+    def effective_weight(self) -> Tensor:
+        """Return the weight with its adapter's update, for products that are not `forward`."""
+        if self.adapter is None:
+            return self.weight
+        return (self.weight.float() + self.adapter.update()).to(self.weight.dtype)
 
 
 class RMSNorm(nn.Module):

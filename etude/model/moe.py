@@ -19,6 +19,9 @@ from etude.kernels.fused import swiglu
 from etude.kernels.grouped import grouped_matmul
 from etude.model.config import ModelConfig, MoEConfig
 from etude.model.layers import MLP
+from etude.model.lora import Adapter
+from etude.parallel.experts import ExpertGroup, local_experts, shard_stacks
+from etude.parallel.mesh import TrainingMesh
 
 
 class Routing:
@@ -120,6 +123,9 @@ class Experts(nn.Module):
         super().__init__()
         self.gate_up = nn.Parameter(torch.empty(config.experts, 2 * config.expert_size, hidden))
         self.down = nn.Parameter(torch.empty(config.experts, hidden, config.expert_size))
+        self.gate_up_adapter: Adapter | None = None
+        self.down_adapter: Adapter | None = None
+        self.group: ExpertGroup | None = None  # the ranks that divide the experts
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Sort (token, expert) pairs by expert, run two grouped products and restore the order, without a loop."""
@@ -128,10 +134,23 @@ class Experts(nn.Module):
         experts = torch.arange(self.gate_up.shape[0], device=x.device)
         ends = torch.searchsorted(by_expert, experts, right=True, out_int32=True)
         rows = x[order // k]
-        rows = grouped_matmul(swiglu(grouped_matmul(rows, self.gate_up, ends)), self.down, ends)
+        if self.group is None:
+            rows = self._products(rows, ends)
+        else:
+            exchange = self.group.plan(ends)
+            rows = exchange.to_tokens(self._products(exchange.to_experts(rows), exchange.ends))
         back = torch.empty_like(order).scatter_(0, order, torch.arange(n * k, device=x.device))
         # A gather and a sum in fixed order instead of index_add, so that the result does not depend on thread timing.
         return (rows[back].view(n, k, x.shape[-1]).float() * weights[..., None]).sum(dim=1).to(x.dtype)
+
+    def _products(self, rows: Tensor, ends: Tensor) -> Tensor:
+        inner = swiglu(_adapted(rows, local_experts(self.gate_up), self.gate_up_adapter, ends))
+        return _adapted(inner, local_experts(self.down), self.down_adapter, ends)
+
+
+def _adapted(rows: Tensor, weights: Tensor, adapter: Adapter | None, ends: Tensor) -> Tensor:
+    y = grouped_matmul(rows, weights, ends)
+    return y if adapter is None else y + adapter(rows, ends)
 
 
 class MoE(nn.Module):
@@ -149,3 +168,12 @@ class MoE(nn.Module):
         if self.shared is not None:
             y = y + self.shared(flat)
         return y.view_as(x), chosen.view(*x.shape[:2], chosen.shape[-1]), scores.view(*x.shape[:2], scores.shape[-1])
+
+
+def shard_experts(model: nn.Module, mesh: TrainingMesh) -> None:
+    """Divide the experts of all layers, and their adapters, over the ranks of the mesh's expert groups, in place."""
+    if mesh.settings.ep == 1:
+        return
+    for experts in [module for module in model.modules() if isinstance(module, Experts)]:
+        shard_stacks(experts, mesh.expert)
+        experts.group = ExpertGroup(mesh.expert_group, mesh.settings.ep)

@@ -1,10 +1,10 @@
-"""Settings of the stages that make the first checkpoint: import an open model, or initialise a new one."""
+"""Settings of the stages that make the first checkpoint (import or initialise a model), and of adapters."""
 
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from etude.config import AbsolutePath, HuggingFaceConfig, NameOrPath, StageSettings, made_by
+from etude.config import AbsolutePath, HuggingFaceConfig, NameOrPath, Settings, StageSettings, made_by
 from etude.errors import InputError
 from etude.model.config import ModelConfig, unused_keys
 
@@ -12,12 +12,31 @@ from etude.model.config import ModelConfig, unused_keys
 class BaseModelSettings(StageSettings):
     """Use an open model, from a directory or a GGUF file, as the first checkpoint."""
 
-    source: NameOrPath = Field(description="a model directory, a .gguf file, or an installed package that contains one")
+    source: NameOrPath = Field(
+        description="a model directory, a .gguf file, or an installed package that contains one; for a dry run "
+        "also the name of a published config, as in `etude model describe kimi-k2.5`"
+    )
     chat_template: Literal["own", "chatml"] = Field(
         default="own",
         description="own: the template of the model; chatml: ChatML with tools, for models without tool support",
     )
     dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="dtype of the weights")
+
+
+ADAPTER_TARGETS = ("attention", "mlp", "experts")
+
+
+class LoraSettings(Settings):
+    """Train low-rank adapters of the matrices in the blocks instead of all weights."""
+
+    rank: int = Field(default=16, ge=1, description="rank of each update")
+    alpha: float = Field(default=32.0, gt=0, description="updates are multiplied by alpha / rank")
+    targets: tuple[Literal["attention", "mlp", "experts"], ...] | None = Field(
+        default=None,
+        strict=False,
+        min_length=1,
+        description="matrices that get adapters: attention, mlp (shared experts too), experts; default: all there are",
+    )
 
 
 class InitSettings(StageSettings):

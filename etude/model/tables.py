@@ -31,19 +31,31 @@ def describe_table(config: ModelConfig, facts: dict[str, Any], known: KnownModel
         table.add_row("published", known.published + (f"  ({known.remark})" if known.remark else ""))
     table.add_row("weights", f"{format_bytes(sizes['weights'])} in bfloat16")
     table.add_row(
-        "training state", f"{format_bytes(sizes['training_state'])}: weights, gradients, float32 master, two moments"
+        "training state", f"{format_bytes(sizes['training_state'])}: weights, gradients and two moments in float32"
     )
     table.add_row("KV cache", f"{format_bytes(sizes['kv_cache_per_token'])} per token in bfloat16")
     if "mesh" in facts:
-        mesh = facts["mesh"]
-        table.add_row("", "")
-        table.add_row(
-            f"{mesh['gpus']} GPUs",
-            f"EP {mesh['ep']}, CP {mesh['cp']}, sequences of {mesh['sequence']:,} tokens; per GPU:",
-        )
-        for name, size in facts["bytes_per_gpu"].items():
-            table.add_row(f"  {name.replace('_', ' ')}", f"{format_bytes(size):>10}")
+        _add_training(table, facts)
     return table
+
+
+def _add_training(table: Table, facts: dict[str, Any]) -> None:
+    """Add the memory and the communication of one GPU of a mesh."""
+    mesh, step = facts["mesh"], facts["step"]
+    sizes = ", ".join(f"{name} {mesh[name]}" for name in ("dp_replicate", "dp_shard", "cp", "ep") if mesh[name] > 1)
+    trained = f", adapters of rank {step['lora_rank']}" if step["lora_rank"] else ""
+    trained += f", {step['mtp_layers']} MTP layers" if step["mtp_layers"] else ""
+    table.add_row("", "")
+    table.add_row(f"{mesh['gpus']} GPUs" if mesh["gpus"] > 1 else "1 GPU", sizes)
+    table.add_row(
+        "step",
+        f"{step['micro_batches']} micro-batches of {step['rows']} x {step['length']:,} tokens in {step['precision']}"
+        f"{', with recomputation' if step['recompute'] else ''}{trained}",
+    )
+    for title, kinds in (("memory", facts["bytes_per_gpu"]), ("received", facts["bytes_received_per_step"])):
+        table.add_row(title, "of each GPU at the peak of a step" if title == "memory" else "by each GPU in a step")
+        for name, size in kinds.items():
+            table.add_row(f"  {name}", f"{format_bytes(size):>10}")
 
 
 def _layers(config: ModelConfig) -> str:

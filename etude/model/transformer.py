@@ -7,6 +7,7 @@ be computed in chunks without materialising all logits.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
@@ -14,13 +15,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from etude.errors import InputError
-from etude.kernels.attention import Documents
 from etude.kernels.linear import linear
-from etude.model.attention import AttentionCache, GroupedQueryAttention, LatentAttention, Rope, Rotation
+from etude.model.attention import AttentionCache, GroupedQueryAttention, LatentAttention, Packing, Rope, Rotation
 from etude.model.cache import KVCache
 from etude.model.config import ModelConfig
 from etude.model.layers import MLP, Linear, RMSNorm
 from etude.model.moe import MoE, Routing
+from etude.model.settings import LoraSettings
 
 
 class Block(nn.Module):
@@ -43,7 +44,7 @@ class Block(nn.Module):
         self,
         x: Tensor,
         rotation: Rotation,
-        documents: Documents | None = None,
+        documents: Packing = None,
         cache: AttentionCache | None = None,
         replay: Tensor | None = None,
         plausibility: float = 0.0,
@@ -68,6 +69,7 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.keep_scores = False  # training: objectives record gate scores, for a loss that balances experts
+        self.lora: LoraSettings | None = None  # of its adapters, if it has some
         self.recompute = False  # activation checkpointing: less memory, one more forward of each block
         self.head = None if config.tied else Linear(config.hidden_size, config.vocab_size, False)
 
@@ -75,7 +77,7 @@ class Transformer(nn.Module):
         self,
         tokens: Tensor,
         *,
-        documents: Documents | None = None,
+        documents: Packing = None,
         cache: KVCache | None = None,
         routing: Routing | None = None,
     ) -> Tensor:
@@ -86,7 +88,7 @@ class Transformer(nn.Module):
         self,
         tokens: Tensor,
         *,
-        documents: Documents | None = None,
+        documents: Packing = None,
         cache: KVCache | None = None,
         routing: Routing | None = None,
     ) -> Tensor:
@@ -123,7 +125,7 @@ class Transformer(nn.Module):
     def head_weight(self) -> Tensor:
         return self.embed.weight if self.head is None else self.head.weight
 
-    def _positions(self, tokens: Tensor, documents: Documents | None, cache: KVCache | None) -> Tensor:
+    def _positions(self, tokens: Tensor, documents: Packing, cache: KVCache | None) -> Tensor:
         if documents is not None and cache is not None:
             raise InputError("packed documents and a KV cache cannot be combined; pass only one of them")
         if cache is not None:
@@ -162,10 +164,20 @@ def draw_weights(module: nn.Module, std: float, seed: int) -> None:
                 parameter.zero_()
 
 
+# packed or whole rows, training or evaluation, two lengths: more variants than dynamo's default of eight
+RECOMPILE_LIMIT = 64
+
+
 def compile_blocks(model: Transformer) -> Transformer:
     """Compile each block in place. All layers have the same code, so they share one compilation."""
-    # packed or whole rows, training or evaluation, two lengths: more variants than dynamo's default of eight
-    torch._dynamo.config.recompile_limit = 64
+    torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
     for block in model.blocks:
         block.compile()
     return model
+
+
+def compile_forwards(modules: Iterable[nn.Module]) -> None:
+    """Compile the forward functions of modules, without the hooks that gather the weights of sharded ones."""
+    torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
+    for module in modules:
+        module.forward = torch.compile(module.forward)

@@ -17,6 +17,8 @@ from etude.model import Transformer, load
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 FAMILIES = ("llama", "qwen3", "qwen3_moe", "deepseek_v3")
+# Families that differ from these in a few lines; test_families.py holds all of them against transformers.
+VARIANTS = ("mistral", "mixtral", "qwen2", "smollm3", "phi3", "glm4_moe")
 
 
 def rope_scaling() -> st.SearchStrategy[dict[str, Any]]:
@@ -146,6 +148,21 @@ SMALL: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 4,
         "v_head_dim": 6,
         "num_nextn_predict_layers": 0,
+    },
+}
+DENSE = {"hidden_size": 32, "intermediate_size": 40, "num_attention_heads": 4, "num_key_value_heads": 2}
+SMALL |= {
+    "mistral": {**DENSE, "head_dim": 12, "sliding_window": None},
+    "mixtral": {**DENSE, "num_local_experts": 5, "num_experts_per_tok": 2},
+    "qwen2": {**DENSE},
+    "smollm3": {**DENSE, "num_hidden_layers": 5, "tie_word_embeddings": False, "mlp_bias": True},
+    "phi3": {**DENSE},
+    "glm4_moe": {
+        **{key: SMALL["deepseek_v3"][key] for key in SMALL["deepseek_v3"] if not key.endswith(("_rank", "_dim"))},
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+        "attention_bias": True,
+        "use_qk_norm": True,
     },
 }
 

@@ -165,7 +165,10 @@ EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
         (change_config(num_experts_per_tok=9), "between 1 and the 8 experts"),
         (change_config(rope_parameters={"rope_type": "dynamic", "factor": 2.0}), "rope scaling 'dynamic'"),
         (change_config(rope_parameters={"rope_type": "yarn"}), "factor is missing"),
-        (change_config(quantization_config={"bits": 4}), "the weights are quantised"),
+        (
+            change_config(quantization_config={"quant_method": "gptq", "bits": 4}),
+            "quantisation 'gptq' is not supported; expected fp8 or compressed-tensors",
+        ),
         (change_config(vocab_size=62), r"embed_tokens\.weight has shape \[61, 24\]; config.json requires \[62, 24\]"),
         (change_config(num_hidden_layers=2), r"tensor model\.layers\.2\.\S+ does not belong"),
         (change_tensors(lambda t: t.pop(EXPERT)), f"tensor {EXPERT} is missing"),

@@ -1,19 +1,24 @@
-"""Parameter counts against published figures and transformers' own; the mesh arithmetic against its definition."""
+"""Parameter counts against published figures and transformers' own; what the command says of a mesh."""
 
 from __future__ import annotations
+
+import json
+from typing import Any
 
 import pytest
 import torch
 import transformers
-from families import FAMILIES, small_config, twin
+from families import FAMILIES, VARIANTS, small_config, twin
+from typer.testing import CliRunner
 
+from etude.cli import app
 from etude.errors import InputError
 from etude.model import KVCache, ModelConfig
-from etude.model.describe import Mesh, count_parameters, find_config, kv_bytes_per_token, memory_per_gpu
+from etude.model.describe import count_parameters, find_config, kv_bytes_per_token
 from etude.model.known import KNOWN_MODELS
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *VARIANTS])
 def test_counts_equal_transformers(family: str) -> None:
     config = small_config(family)
     theirs = sum(p.numel() for p in twin(config, 0).state_dict().values())
@@ -61,32 +66,64 @@ def test_kv_bytes_are_those_of_the_cache(family: str) -> None:
     assert held == 10 * kv_bytes_per_token(config)
 
 
+def describe(*options: str) -> dict[str, Any]:
+    result = CliRunner().invoke(app, ["model", "describe", *options, "--json"])
+    if result.exception is not None:
+        raise result.exception
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+def test_the_mesh_follows_from_the_options() -> None:
+    mesh = describe("qwen3-coder-30b-a3b", "--gpus", "16", "--cp", "4", "--ep", "8")["mesh"]
+    assert mesh == {"gpus": 16, "dp_replicate": 1, "dp_shard": 4, "cp": 4, "ep": 8}
+    assert describe("smollm2-135m", "--dp-shard", "2", "--dp-replicate", "3")["mesh"]["gpus"] == 6
+    assert "mesh" not in describe("smollm2-135m")
+
+
 def test_more_gpus_hold_less_each() -> None:
-    config = find_config("kimi-k2.5")
-    counted = count_parameters(config)
-    small = memory_per_gpu(config, counted, Mesh(gpus=64, ep=8, cp=8))
-    large = memory_per_gpu(config, counted, Mesh(gpus=512, ep=8, cp=8))
-    assert small.optimizer == pytest.approx(8 * large.optimizer, rel=1e-6)
-    assert small.gathered_layers == large.gathered_layers
-    wide = memory_per_gpu(config, counted, Mesh(gpus=64, ep=64, cp=8))
-    assert wide.gathered_layers < small.gathered_layers / 4
-    assert small.total == sum(vars(small).values())
+    small, large, wide = (
+        describe("kimi-k2.5", "--gpus", gpus, "--ep", ep, "--cp", "8")["bytes_per_gpu"]
+        for gpus, ep in (("64", "8"), ("512", "8"), ("64", "64"))
+    )
+    for part in ("weights", "optimizer"):
+        assert small[part] == pytest.approx(8 * large[part], rel=1e-3)
+    assert large["gathered"] == pytest.approx(small["gathered"], rel=0.01)  # but for padding
+    assert wide["gathered"] < 0.75 * small["gathered"]  # the rest is embedding, head and attention
+    assert small["total"] == sum(size for part, size in small.items() if part != "total")
+
+
+def test_the_table_shows_memory_and_communication() -> None:
+    result = CliRunner().invoke(app, ["model", "describe", "qwen3-coder-30b-a3b", "--gpus", "8", "--ep", "8"])
+    assert result.exit_code == 0, result.exception
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert ["8", "GPUs", "dp_shard", "8,", "ep", "8"] in lines
+    assert [line[0] for line in lines if line[-1:] == ["GiB"]][-5:] == [
+        "total",
+        "weights",
+        "gradients",
+        "experts",
+        "total",
+    ]
 
 
 @pytest.mark.parametrize(
-    ("mesh", "words"),
+    ("options", "words"),
     [
-        (Mesh(gpus=64, ep=7), "do not divide"),
-        (Mesh(gpus=0), "at least 1"),
-        (Mesh(gpus=5, ep=5), "384 experts do not divide over EP 5"),
-        (Mesh(gpus=3, cp=3, sequence=32_768), "does not divide over CP 3"),
-        (Mesh(gpus=8, sequence=300_000), "exceeds the model's 262144"),
+        ("--gpus 64 --ep 7", r"--ep 7 must divide dp-shard x cp = 64"),
+        ("--gpus 5 --ep 5", "ep = 5 must divide the number of experts, 384"),
+        ("--gpus 3 --cp 3", r"--length 32768 must be a multiple of 2 x cp = 6"),
+        ("--gpus 8 --length 300000", "--length 300000 exceeds the model's 262144 positions"),
+        ("--gpus 8 --dp-shard 3", r"--gpus 8 must be dp-replicate 1 x dp-shard 3 x cp 1; leave out"),
+        ("--gpus 8 --dp-replicate 3", r"--gpus 8 must be dp-replicate 3 x dp-shard x cp 1; leave out"),
+        ("--cp 2", "give --gpus or --dp-shard too"),
+        ("--gpus 4 --micro-batches 2", r"--micro-batches 2 must be a multiple of dp-replicate x dp-shard = 4"),
+        ("--gpus 4 --precision float16", "--precision float16: expected float32 or bfloat16"),
     ],
 )
-def test_an_impossible_mesh_is_refused(mesh: Mesh, words: str) -> None:
-    config = find_config("kimi-k2.5")
+def test_an_impossible_mesh_is_refused(options: str, words: str) -> None:
     with pytest.raises(InputError, match=words):
-        memory_per_gpu(config, count_parameters(config), mesh)
+        describe("kimi-k2.5", *options.split())
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
