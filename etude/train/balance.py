@@ -12,12 +12,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from etude.data.packing import Batch
+from etude.data.packing import Batch, until_last_target
 from etude.errors import InputError
-from etude.kernels.loss import IGNORE
 from etude.model.config import ModelConfig
 from etude.model.moe import MoE, Routing
 from etude.model.transformer import Block, Transformer
+from etude.parallel.context import ContextGroup
 from etude.train.settings import BalanceSettings
 
 
@@ -35,7 +35,7 @@ def check_balance(settings: BalanceSettings, config: ModelConfig, stage: str) ->
 
 def counted_tokens(batch: Batch) -> Tensor:
     """Return which tokens count as load [rows, length]: those up to the last loss token of their row."""
-    return (batch.targets != IGNORE).int().flip(1).cummax(dim=1).values.flip(1).bool()
+    return until_last_target(batch.targets) if batch.counted is None else batch.counted
 
 
 def expert_loads(routing: Routing, counted: Tensor, experts: int) -> Tensor:
@@ -47,12 +47,18 @@ def expert_loads(routing: Routing, counted: Tensor, experts: int) -> Tensor:
     return torch.zeros(layers, experts, dtype=torch.int64, device=chosen.device).scatter_add_(1, chosen, weights)
 
 
-def balance_loss(routing: Routing, counted: Tensor, loads: Tensor) -> Tensor:
-    """Return the auxiliary loss, averaged over layers: 1 for equal loads or equal scores, up to `experts`."""
+def balance_loss(routing: Routing, counted: Tensor, loads: Tensor, context: ContextGroup | None = None) -> Tensor:
+    """Return the auxiliary loss, averaged over layers: 1 for equal loads or equal scores, up to `experts`.
+
+    With a `context`, that is the sum over its ranks, each with its own tokens, and each returns its share of it.
+    """
     assert routing.scores is not None
+    counts = counted.sum()
+    if context is not None:
+        loads, counts = context.sum(loads), context.sum(counts)
     scores = routing.scores / (routing.scores.sum(dim=-1, keepdim=True) + 1e-20)
     mask = counted[..., None, None].to(scores.dtype)
-    means = (scores * mask).sum(dim=(0, 1)) / mask.sum().clamp(min=1)  # [moe layers, experts]
+    means = (scores * mask).sum(dim=(0, 1)) / counts.clamp(min=1)  # [moe layers, experts]
     shares = loads / loads.sum(dim=1, keepdim=True).clamp(min=1)
     return loads.shape[1] * (shares * means).sum(dim=1).mean()
 

@@ -39,7 +39,7 @@ def stream_nll(
     return nats
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def loss_by_position(
     model: Transformer, documents: DocumentStore, length: int, *, rows: int, buckets: int = 8
 ) -> list[float]:
@@ -80,7 +80,7 @@ def _windows(ids: torch.Tensor, window: int, stride: int) -> Iterator[tuple[torc
         yield tokens, targets, some[-1][2]
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def _score(model: Transformer, tokens: torch.Tensor, targets: torch.Tensor) -> float:
     device = model.head_weight.device
     kept = (targets != IGNORE).to(device)

@@ -2,8 +2,8 @@
 
 A bfloat16 weight loses any update smaller than about 1/256 of itself, and the updates of RL are smaller. So master
 weights, moments and accumulated gradients are float32, and the model's weights are a rounded copy of the masters. A
-float32 model is its own master unless its values must be rounded. The state is plain tensors by parameter name: it is
-stored as safetensors and resumes bit for bit.
+float32 model is its own master unless its values must be rounded. Of a sharded model, each rank steps its own parts,
+which are plain tensors. The state is tensors by parameter name, sharded like the model, and resumes bit for bit.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from statistics import median
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from etude.errors import InputError
+from etude.parallel.tensors import like, local_part, total_norm
 
 Decay = Literal["cosine", "linear", "constant"]
 
@@ -61,17 +63,24 @@ class MasterAdamW:
     """AdamW over several modules. Each module is clipped by its own gradient norm, so that training one together with
     another does not change the other's updates."""
 
-    def __init__(self, modules: Mapping[str, nn.Module], settings: AdamSettings) -> None:
-        self.settings = settings
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        settings: AdamSettings,
+        group: dist.ProcessGroup | None = None,
+        stored_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.settings, self.group = settings, group  # ranks that have one copy of the parameters together
+        self.stored_dtype = stored_dtype  # of the weights in checkpoints: if it is narrower, the state has the masters
         named = [(f"{module}.{name}", p) for module, m in modules.items() for name, p in m.named_parameters()]
         self.parameters = {name: p for name, p in named if p.requires_grad}
         if not self.parameters:
             raise InputError("there is nothing to train: no parameter requires a gradient")
         # A float32 model whose values must be rounded is not its own master.
-        self.masters = {
-            n: p if p.dtype == torch.float32 and not settings.round_to_bfloat16 else p.detach().float().clone()
-            for n, p in self.parameters.items()
-        }
+        rounded = settings.round_to_bfloat16
+        self.copied = {n for n, p in self.parameters.items() if p.dtype != torch.float32 or rounded}
+        parts = {name: local_part(parameter).detach() for name, parameter in self.parameters.items()}
+        self.masters = {name: part.float().clone() if name in self.copied else part for name, part in parts.items()}
         self._copy_to_model()
         self.limits: dict[str, float] = {}  # gradient-norm limits of the last step, by module
         self.recent_norms = {module: deque[float](maxlen=RECENT_STEPS) for module in modules}
@@ -88,22 +97,25 @@ class MasterAdamW:
 
     def accumulate_gradients(self) -> None:
         """Add the model's gradients to the masters' in float32 and clear them. Call once after every backward."""
-        for name, parameter in self.parameters.items():
-            master = self.masters[name]
-            if parameter.grad is None or master is parameter:
+        for name in self.copied:
+            master, parameter = self.masters[name], self.parameters[name]
+            if parameter.grad is None:
                 continue
             if master.grad is None:
-                master.grad = parameter.grad.float()
+                master.grad = local_part(parameter.grad).float()
             else:
-                master.grad += parameter.grad
+                master.grad += local_part(parameter.grad)
             parameter.grad = None
 
     def step(self, lr_factor: float) -> dict[str, Tensor]:
         """Clip, step at `lr_factor` of the learning rate and update the model; return the norms before clipping."""
+        for name in self.masters.keys() - self.copied:  # autograd has summed these
+            if (gradient := self.parameters[name].grad) is not None:
+                self.masters[name].grad, self.parameters[name].grad = local_part(gradient), None
         norms = {}
         for module in dict.fromkeys(name.partition(".")[0] for name in self.masters):
             own = [m for name, m in self.masters.items() if name.partition(".")[0] == module and m.grad is not None]
-            norms[module] = torch.nn.utils.get_total_norm([m.grad for m in own if m.grad is not None])
+            norms[module] = total_norm([m.grad for m in own if m.grad is not None], self.group)
             self.limits[module] = self._limit(module, norms[module])
             if self.limits[module] < math.inf:
                 torch.nn.utils.clip_grads_with_norm_(own, self.limits[module], norms[module])
@@ -129,18 +141,30 @@ class MasterAdamW:
     @torch.no_grad()
     def _copy_to_model(self) -> None:
         """Copy the masters into the model's weights, rounded to the model's dtype."""
-        for name, parameter in self.parameters.items():
-            if (master := self.masters[name]) is not parameter:
-                parameter.copy_(master.bfloat16() if self.settings.round_to_bfloat16 else master)
+        for name in self.copied:
+            master = self.masters[name]
+            local_part(self.parameters[name]).copy_(master.bfloat16() if self.settings.round_to_bfloat16 else master)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return masters, both moments and the step count, by parameter name, and the recent norms, by module."""
         state = {f"{module}/norms": torch.tensor(list(norms)) for module, norms in self.recent_norms.items() if norms}
         for name, master in self.masters.items():
-            if master is not self.parameters[name]:
-                state[f"{name}/master"] = master
-            state |= {f"{name}/{key}": value for key, value in self.adam.state[master].items()}
+            exact = name not in self.copied and self.stored_dtype == torch.float32
+            parts = {} if exact else {"master": master}
+            parts |= self._moments(master)
+            whole = self.parameters[name].detach()
+            state |= {
+                f"{name}/{key}": value if value.dim() == 0 else like(value, whole) for key, value in parts.items()
+            }
         return {key: value.detach() for key, value in state.items()}
+
+    def _moments(self, master: Tensor) -> dict[str, Tensor]:
+        """Return Adam's state of a parameter, which torch makes at its first step only."""
+        state: dict[str, Tensor] = self.adam.state[master]
+        if not state:  # fused Adam keeps its step counter on the device of the weights
+            state |= {"step": torch.zeros((), device=master.device)}
+            state |= {"exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
+        return state
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Restore what `state_dict` returned."""

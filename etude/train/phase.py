@@ -2,7 +2,7 @@
 
 A checkpoint is a Hugging Face directory with further files: in `training/` the optimizer's tensors and any MTP layers,
 and `training.json` (step, mixture position, recent losses). Metrics logged after the last checkpoint are dropped on
-resume, because those steps run again.
+resume, because those steps run again. On a mesh every rank runs this loop; one of them writes the run.
 """
 
 from __future__ import annotations
@@ -18,22 +18,24 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 
+from etude.data.dealing import step_batches
 from etude.data.mixture import Mixture
-from etude.data.packing import next_batch
+from etude.data.packing import Batch
 from etude.errors import EtudeError, InputError
 from etude.files import content_digest
-from etude.model.checkpoint import training_file, write_training_file
+from etude.parallel.led import led
 from etude.runs.run import Artefact, Run
 from etude.system.progress import ProgressCallback
 from etude.system.terminal import say
+from etude.train.checkpoint_files import TrainingCheckpoints, read_optimizer
 from etude.train.guard import LossSpikeGuard
 from etude.train.objectives import Objective
 from etude.train.optim import LRSchedule
 from etude.train.trainer import StepResult, Trainer
 
-OPTIMIZER_FILE, STATE_FILE = "optimizer.safetensors", "training.json"
+MERGED = "merged"  # kind of an artefact: the weights to which the adapters of a stage belong
+STATE_FILE = "training.json"
 
 
 @dataclass
@@ -59,6 +61,24 @@ class TrainingPhase:
     save_weights: Callable[[Path], None]
 
     @property
+    def leads(self) -> bool:
+        """Whether this process writes the run."""
+        return self.trainer.mesh is None or self.trainer.mesh.leads
+
+    def next_batches(self) -> tuple[list[Batch], float]:
+        """Return this rank's micro-batches of the next step, and how unequal the work of all ranks is."""
+        mesh = self.trainer.mesh
+        place = {"rank": mesh.data_rank, "ranks": mesh.settings.data_ranks} if mesh else {}
+        return step_batches(
+            self.mixture,
+            self.trainer.model.config,
+            rows=self.rows,
+            micro_batches=self.micro_batches,
+            padding=self.padding,
+            **place,
+        )
+
+    @property
     def tokens_per_step(self) -> int:
         return self.rows * self.micro_batches * self.mixture.length
 
@@ -69,26 +89,31 @@ def train(run: Run, phase: TrainingPhase, report: ProgressCallback) -> dict[str,
     load_checkpoint(run, phase)
     if trainer.step_count == 0:
         log_evaluation(run, phase)
-    while (step := trainer.step_count) < steps:
-        batches = [next_batch(phase.mixture, phase.rows, phase.padding) for _ in range(phase.micro_batches)]
-        lr_factor = phase.schedule.factor(step)
-        result = trainer.step(batches, phase.objective, lr_factor)
-        phase.guard.check(step + 1, result, batches)
-        log_step(run, phase, result, lr_factor, report)
-        last = trainer.step_count == steps
-        if last or (phase.evaluate_every and trainer.step_count % phase.evaluate_every == 0):
-            log_evaluation(run, phase)
-        due = phase.checkpoint_every and trainer.step_count % phase.checkpoint_every == 0
-        if last or due or trainer.step_count in phase.milestones:
-            save_checkpoint(run, phase)
-    return summarize(run, phase)
+    with TrainingCheckpoints(trainer.mesh) as writer:
+        while (step := trainer.step_count) < steps:
+            batches, unequal = phase.next_batches()
+            lr_factor = phase.schedule.factor(step)
+            result = trainer.step(batches, phase.objective, lr_factor)
+            phase.guard.check(step + 1, result, batches)
+            if phase.leads:
+                log_step(run, phase, result, unequal, lr_factor, report)
+            last = trainer.step_count == steps
+            if last or (phase.evaluate_every and trainer.step_count % phase.evaluate_every == 0):
+                log_evaluation(run, phase)
+            due = phase.checkpoint_every and trainer.step_count % phase.checkpoint_every == 0
+            if last or due or trainer.step_count in phase.milestones:
+                save_checkpoint(run, phase, writer)
+    return summarize(run, phase) if phase.leads else {}
 
 
-def log_step(run: Run, phase: TrainingPhase, result: StepResult, lr_factor: float, report: ProgressCallback) -> None:
+def log_step(
+    run: Run, phase: TrainingPhase, result: StepResult, unequal: float, lr_factor: float, report: ProgressCallback
+) -> None:
     step, rate = phase.trainer.step_count, result.tokens / result.seconds
     device = phase.trainer.device
     memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-    mfu = rate * phase.flops_per_token / peak_flops(device)
+    mesh = phase.trainer.mesh
+    mfu = rate * phase.flops_per_token / (peak_flops(device) * (mesh.size if mesh else 1))
     values = {
         **result.metrics,
         "tokens": step * phase.tokens_per_step,
@@ -98,6 +123,8 @@ def log_step(run: Run, phase: TrainingPhase, result: StepResult, lr_factor: floa
         "clipped": float(result.clipped),
         "tokens_per_second": round(rate, 1),
     }
+    if mesh is not None:
+        values["imbalance"] = round(unequal, 4)
     if device.type == "cuda":
         values |= {"mfu": round(mfu, 4), "memory": memory}
     run.log(phase.name, step, **values)
@@ -117,7 +144,8 @@ def peak_flops(device: torch.device) -> float:
 
 def log_evaluation(run: Run, phase: TrainingPhase) -> None:
     metrics = phase.evaluate()
-    if metrics:
+    phase.trainer.release()
+    if metrics and phase.leads:
         step = phase.trainer.step_count
         run.log(phase.name, step, tokens=step * phase.tokens_per_step, evaluation=True, **metrics)
 
@@ -144,28 +172,27 @@ def summarize(run: Run, phase: TrainingPhase) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------ checkpoints
 
 
-def save_checkpoint(run: Run, phase: TrainingPhase) -> None:
-    """Write weights, optimizer and position as a new artefact, then remove old checkpoints."""
-    trainer = phase.trainer
+def save_checkpoint(run: Run, phase: TrainingPhase, writer: TrainingCheckpoints) -> None:
+    """Begin to write weights, optimizer and position as a new artefact; then old checkpoints are removed."""
+    step = phase.trainer.step_count
+    state = {"step": step, "mixture": phase.mixture.state_dict(), "recent": list(phase.guard.recent)}
+
+    def finish(directory: Path) -> None:
+        (directory / STATE_FILE).write_text(json.dumps(state))
+
+    opened = phase.open_checkpoint(step) if phase.leads else None
     try:
-        with phase.open_checkpoint(trainer.step_count) as directory:
-            phase.save_weights(directory)
-            write_training_file(directory, OPTIMIZER_FILE, trainer.optimizer.state_dict())
-            state = {
-                "step": trainer.step_count,
-                "mixture": phase.mixture.state_dict(),
-                "recent": list(phase.guard.recent),
-            }
-            (directory / STATE_FILE).write_text(json.dumps(state))
+        writer.write(
+            opened, phase.save_weights, phase.trainer.optimizer, finish, lambda: _remove_old_checkpoints(run, phase)
+        )
     except SafetensorError as problem:  # safetensors reports a full disk this way
-        where = f"{run.path}: the checkpoint of step {trainer.step_count} could not be written"
+        where = f"{run.path}: the checkpoint of step {step} could not be written"
         raise EtudeError(f"{where} ({problem}); free some space, then continue with --resume") from None
-    _remove_old_checkpoints(run, phase)
 
 
 def list_checkpoints(run: Run, stage: str) -> list[tuple[int, Artefact]]:
     """Return a stage's checkpoints with their steps, in order."""
-    found = [a for a in run.artefacts() if a.stage == stage]
+    found = [a for a in run.artefacts() if a.stage == stage and a.kind != MERGED]
     return sorted((int(a.name.rpartition("-")[2]), a) for a in found)
 
 
@@ -214,14 +241,13 @@ def set_damaged_aside(paths: Sequence[Path], is_intact: Callable[[Path], bool]) 
 
 def load_checkpoint(run: Run, phase: TrainingPhase) -> None:
     """Restore the newest checkpoint of this stage, if there is one; `intact_checkpoints` has verified it."""
-    found = list_checkpoints(run, phase.name)
-    if not found:
-        run.rewind(phase.name)
-        return
-    step, artefact = found[-1]
-    state = json.loads((artefact.path / STATE_FILE).read_text())
-    phase.mixture.load_state_dict(state["mixture"])
-    phase.guard.recent.extend(state["recent"])
-    phase.trainer.optimizer.load_state_dict(load_file(training_file(artefact.path, OPTIMIZER_FILE)))
-    phase.trainer.step_count = step
-    run.rewind(phase.name, step)
+    mesh, step = phase.trainer.mesh, -1
+    if found := led(mesh, lambda: list_checkpoints(run, phase.name)):
+        step, artefact = found[-1]
+        state = json.loads((artefact.path / STATE_FILE).read_text())
+        phase.mixture.load_state_dict(state["mixture"])
+        phase.guard.recent.extend(state["recent"])
+        read_optimizer(artefact.path, phase.trainer.optimizer, mesh)
+        phase.trainer.step_count = step
+    if phase.leads:
+        run.rewind(phase.name, step)

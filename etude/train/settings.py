@@ -5,6 +5,8 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from etude.config import AbsolutePath, HuggingFaceConfig, NameOrPath, Settings, StageSettings, made_by
+from etude.model.settings import LoraSettings
+from etude.parallel.settings import ParallelSettings
 
 
 class MixturePart(Settings):
@@ -45,6 +47,12 @@ class BalanceSettings(Settings):
     )
 
 
+def check_frozen_routers(lora: LoraSettings | None, balance: BalanceSettings) -> None:
+    """Refuse balancing where adapters leave the routers as they are."""
+    if lora is not None and (balance.bias_rate or balance.loss_weight):
+        raise ValueError("balance would not be used: with lora, routers are frozen")
+
+
 class TrainingSettings(StageSettings):
     """Settings that pretrain, mtp, extend and sft have in common."""
 
@@ -55,7 +63,11 @@ class TrainingSettings(StageSettings):
     length: int = Field(ge=2, description="sequence length: tokens of a row")
     tokens: int = Field(ge=1, description="tokens to train on, rounded up to whole steps")
     rows: int = Field(default=8, ge=1, description="rows of one micro-batch")
-    micro_batches: int = Field(default=1, ge=1, description="micro-batches of one step (gradient accumulation)")
+    micro_batches: int = Field(
+        default=1,
+        ge=1,
+        description="micro-batches of one step, over all processes; a multiple of dp_replicate x dp_shard",
+    )
     learning_rate: float = Field(default=3e-4, gt=0, description="peak learning rate")
     warmup: float = Field(default=0.02, ge=0, le=1, description="share of the steps spent in linear warm-up")
     decay: Literal["cosine", "linear", "constant"] = Field(
@@ -69,6 +81,12 @@ class TrainingSettings(StageSettings):
     weight_decay: float = Field(default=0.1, ge=0, description="AdamW weight decay, applied to matrices only")
     max_grad_norm: float = Field(default=1.0, ge=0, description="gradient-norm limit; 0 turns clipping off")
     balance: BalanceSettings = Field(default_factory=BalanceSettings, description="load of the experts of a MoE model")
+    lora: LoraSettings | None = Field(
+        default=None, description="train adapters only, with the weights frozen; default: all weights"
+    )
+    parallel: ParallelSettings = Field(
+        default_factory=ParallelSettings, description="processes of the stage; default: those of [parallel], or one"
+    )
     device: str = Field(default="auto", description="cpu, cuda ...; auto takes a GPU if there is one")
     precision: Literal["float32", "bfloat16"] = Field(
         default="float32",
@@ -103,7 +121,20 @@ class TrainingSettings(StageSettings):
         return self
 
     @model_validator(mode="after")
+    def _divides_over_the_mesh(self) -> Self:
+        self.parallel.check_device(self.device)
+        if self.micro_batches % (ranks := self.parallel.data_ranks):
+            raise ValueError(
+                f"micro_batches = {self.micro_batches} must be a multiple of dp_replicate x dp_shard = {ranks}: every "
+                "process gets as many"
+            )
+        if self.parallel.cp > 1 and self.length % (2 * self.parallel.cp):
+            raise ValueError(f"length = {self.length} must be a multiple of 2 x cp = {2 * self.parallel.cp}")
+        return self
+
+    @model_validator(mode="after")
     def _check_values(self) -> Self:
+        check_frozen_routers(self.lora, self.balance)
         if self.decay == "constant" and self.final_lr_fraction != 0.1:
             raise ValueError('final_lr_fraction would not be used: decay = "constant" stays at the peak')
         if not all(0 <= beta < 1 for beta in self.betas):
@@ -133,6 +164,12 @@ class MtpSettings(TrainingSettings):
     distance: Literal["kl", "tv"] = Field(
         default="kl", description="distance to the main head: KL divergence or total variation"
     )
+
+    @model_validator(mode="after")
+    def _has_no_adapters(self) -> Self:
+        if self.lora is not None:
+            raise ValueError("lora would not be used: the main model is frozen in this stage")
+        return self
 
 
 class ExtendSettings(TrainingSettings):

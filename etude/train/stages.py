@@ -12,7 +12,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,19 +24,24 @@ from etude.data.packing import Batch
 from etude.data.shards import Shards
 from etude.errors import InputError
 from etude.kernels import usable_device
+from etude.model.adapters import add_adapters, check_lora, continues_adapters, merge_adapters
 from etude.model.checkpoint import load, write_model
-from etude.model.config import PROFILE_FILE, ModelConfig, with_rope
+from etude.model.config import PROFILE_FILE, ModelConfig, base_directory, with_rope
 from etude.model.describe import training_flops_per_token
-from etude.model.mtp import MTP, initialize_mtp, load_mtp, mtp_file, save_mtp
-from etude.model.transformer import Transformer, compile_blocks
+from etude.model.mtp import MTP, carried_mtp, count_mtp_layers, initialize_mtp, load_mtp
+from etude.model.peft import read_adapter, relative_base
+from etude.model.trainer_parts import check_expert_ranks
+from etude.model.transformer import Transformer, compile_blocks, compile_forwards
+from etude.parallel.led import led
 from etude.runs.run import Artefact, Run
 from etude.system.progress import ProgressCallback
 from etude.train.balance import check_balance
+from etude.train.checkpoint_files import write_mtp, write_weights
 from etude.train.guard import LossSpikeGuard
 from etude.train.held_out_nll import loss_by_position, stream_nll
 from etude.train.objectives import Objective, next_token, with_mtp
 from etude.train.optim import AdamSettings, LRSchedule
-from etude.train.phase import TrainingPhase, intact_checkpoints, list_checkpoints, train
+from etude.train.phase import MERGED, TrainingPhase, intact_checkpoints, list_checkpoints, train
 from etude.train.settings import (
     ExtendSettings,
     MtpSettings,
@@ -45,6 +50,9 @@ from etude.train.settings import (
     TrainingSettings,
 )
 from etude.train.trainer import Trainer
+
+if TYPE_CHECKING:
+    from etude.parallel.mesh import TrainingMesh
 
 StageSummary = dict[str, Any]
 # A stage starts from the weights of the last of these that ran.
@@ -66,6 +74,7 @@ class StageContext:
     report: ProgressCallback
     mtp: MtpSettings | None = None  # settings of the recipe's mtp stage, if it has one
     profile: str = ""  # agent.json of the checkpoints; "": that of the model which the stage starts from
+    mesh: TrainingMesh | None = None  # of the processes that run the stage together
 
 
 def pretrain(context: StageContext, settings: PretrainSettings) -> StageSummary:
@@ -78,9 +87,8 @@ def mtp(context: StageContext, settings: MtpSettings) -> StageSummary:
     """Train multi-token-prediction layers alone, distilled from the main head of a mid-run checkpoint."""
     parts = build_components(context, "mtp", settings)
     if parts.mtp is None:
-        head = parts.model.head_weight
-        layers = initialize_mtp(parts.model.config, settings.layers, context.seed, head.dtype)
-        parts.mtp = _compiled(layers.to(head.device), settings)
+        layers = initialize_mtp(parts.model.config, settings.layers, context.seed, _stored_dtype(context, settings))
+        parts.mtp = _prepared_mtp(context, layers.to(parts.model.head_weight.device), settings)
     parts.model.requires_grad_(False)
     objective = with_mtp(parts.mtp, distance=settings.distance, joint=False)
     return train(context.run, build_phase(context, parts, objective), context.report)
@@ -121,34 +129,105 @@ class StageComponents:
     mixture: Mixture
     held_out: Shards | None
     profile: str  # agent.json of the checkpoints; "": none
+    base: Path | None  # model to which the adapters belong that are trained; None: all weights are
+    mesh: TrainingMesh | None = None
 
 
 def build_components(context: StageContext, stage: str, settings: TrainingSettings) -> StageComponents:
     """Load model, MTP layers, tokenizer and mixture. An interrupted stage loads its own newest intact checkpoint."""
-    run = context.run
-    origin = settings.model or initial_weights(run, stage)
+    run, mesh = context.run, context.mesh
+    origin = settings.model or led(mesh, lambda: initial_weights(run, stage))
     directory = origin.path if isinstance(origin, Artefact) else origin
-    own = intact_checkpoints(run, stage)
+    own = led(mesh, lambda: intact_checkpoints(run, stage))
     weights = own[-1][1].path if own and stage != "mtp" else directory
     tokenizer = Tokenizer.load(directory)
-    device, dtype = usable_device(settings.device), getattr(torch, settings.precision)
-    model = load(weights, dtype=dtype, device=device, config=_config(directory, settings))
-    check_balance(settings.balance, model.config, stage)
-    check_vocabulary(tokenizer, model.config.vocab_size, str(directory))
-    if settings.length > model.config.max_length:
-        raise InputError(
-            f"{stage}.length {settings.length} exceeds the model's context of {model.config.max_length} tokens"
-        )
+    config = _config(directory, settings)
+    check_balance(settings.balance, config, stage)
+    check_expert_ranks(settings.parallel, config)
+    check_lora(settings.lora, config, stage)
+    check_vocabulary(tokenizer, config.vocab_size, str(directory))
+    if settings.length > config.max_length:
+        raise InputError(f"{stage}.length {settings.length} exceeds the model's context of {config.max_length} tokens")
+    model, base = _load_model(context, stage, settings, weights, origin, config)
     model.recompute = settings.recompute
-    if settings.compile:
-        compile_blocks(model)
     layers = _mtp_directory(run, stage, origin, own)
-    mtp = _compiled(load_mtp(layers, model.config, dtype, device), settings) if layers else None
+    mtp = None
+    if layers:
+        loaded = load_mtp(layers, config, _stored_dtype(context, settings), model.head_weight.device)
+        mtp = _prepared_mtp(context, loaded, settings)
     mixture = build_mixture(run, stage, settings, context.seed, tokenizer)
     held_out = _open_held_out(run, stage, settings, model, tokenizer)
     own_profile = directory / PROFILE_FILE
     profile = context.profile or (own_profile.read_text(encoding="utf-8") if own_profile.exists() else "")
-    return StageComponents(stage, settings, origin, model, mtp, tokenizer, mixture, held_out, profile)
+    return StageComponents(stage, settings, origin, model, mtp, tokenizer, mixture, held_out, profile, base, mesh)
+
+
+def _load_model(
+    context: StageContext,
+    stage: str,
+    settings: TrainingSettings,
+    weights: Path,
+    origin: Artefact | Path,
+    config: ModelConfig,
+) -> tuple[Transformer, Path | None]:
+    """Load the model that the stage trains, with its adapters; and the directory of their base model, if it has some.
+
+    A stage with the same adapters as the model it starts from trains these further. Others are merged first.
+    """
+    dtype, lora = getattr(torch, settings.precision), None if stage == "mtp" else settings.lora
+    weights = led(context.mesh, lambda: _without_other_adapters(context, stage, settings, weights, origin, config))
+    if context.mesh is None:
+        model = load(weights, dtype=dtype, device=usable_device(settings.device), config=config)
+        if lora is not None and model.lora is None:
+            add_adapters(model, lora, context.seed)
+        if settings.compile:
+            compile_blocks(model)
+    else:
+        from etude.train.sharding import load_sharded
+
+        model = load_sharded(
+            weights, context.mesh, dtype, config=config, lora=lora, seed=context.seed, frozen=stage == "mtp"
+        )
+        if settings.compile:
+            compile_forwards(model.blocks)
+    return model, base_directory(weights) if lora is not None else None
+
+
+def _without_other_adapters(
+    context: StageContext,
+    stage: str,
+    settings: TrainingSettings,
+    weights: Path,
+    origin: Artefact | Path,
+    config: ModelConfig,
+) -> Path:
+    """Return a directory with weights or with the adapters that are trained further; others are merged, into one."""
+    if base_directory(weights) == weights:
+        return weights
+    with torch.device("meta"):
+        shapes = Transformer(config)
+    if continues_adapters(read_adapter(shapes, weights), settings.lora):
+        return weights
+    with context.run.artefact(f"{stage}-base", kind=MERGED, stage=stage, parents=[origin]) as directory:
+        model = merge_adapters(load(weights, getattr(torch, settings.precision), config=config))
+        write_model(model, directory, extra=carried_mtp(weights, model))
+    return next(a.path for a in context.run.artefacts(MERGED) if a.stage == stage)
+
+
+def _stored_dtype(context: StageContext, settings: TrainingSettings) -> torch.dtype:
+    """Return the dtype of trained parameters: on a mesh they are the float32 masters."""
+    dtype: torch.dtype = getattr(torch, settings.precision)
+    return dtype if context.mesh is None else torch.float32
+
+
+def _prepared_mtp(context: StageContext, mtp: MTP, settings: TrainingSettings) -> MTP:
+    if context.mesh is not None:
+        from etude.train.sharding import shard_mtp
+
+        shard_mtp(mtp, context.mesh, getattr(torch, settings.precision))
+    if settings.compile:
+        compile_forwards(mtp.layers)
+    return mtp
 
 
 def build_mixture(run: Run, stage: str, settings: TrainingSettings, seed: int, tokenizer: Tokenizer) -> Mixture:
@@ -182,16 +261,9 @@ def _open_held_out(
     return shards
 
 
-def _compiled(mtp: MTP, settings: TrainingSettings) -> MTP:
-    if settings.compile:
-        for layer in mtp.layers:
-            layer.compile()
-    return mtp
-
-
 def build_phase(context: StageContext, parts: StageComponents, objective: Objective) -> TrainingPhase:
-    run, settings, stage, model = context.run, parts.settings, parts.stage, parts.model
-    s = settings
+    run, settings, stage, model, mesh = context.run, parts.settings, parts.stage, parts.model, context.mesh
+    s, dtype = settings, getattr(torch, settings.precision)
     adam = AdamSettings(s.learning_rate, s.betas, s.eps, s.weight_decay, s.max_grad_norm)
     steps = -(-settings.tokens // (settings.rows * settings.micro_batches * settings.length))
     warmup = round(settings.warmup * steps)
@@ -203,21 +275,25 @@ def build_phase(context: StageContext, parts: StageComponents, objective: Object
         return run.checkpoint(stage, step, parents=[parts.origin])
 
     def save_weights(directory: Path) -> None:
+        leads = mesh is None or mesh.leads
         if stage != "mtp":
-            write_model(model, directory)
-            parts.tokenizer.save(directory)
-            if parts.profile:
+            base = relative_base(directory, parts.base, run.path) if parts.base else None
+            write_weights(model, parts.mtp, directory, dtype, mesh, base)
+            if leads:
+                parts.tokenizer.save(directory)
+            if leads and parts.profile:
                 (directory / PROFILE_FILE).write_text(parts.profile, encoding="utf-8")
-        if parts.mtp:
-            save_mtp(parts.mtp, directory)
+        elif parts.mtp:
+            write_mtp(parts.mtp, directory, dtype, mesh)
 
+    modules: dict[str, torch.nn.Module] = {"mtp": parts.mtp} if parts.mtp else {}
     return TrainingPhase(
         name=stage,
-        trainer=Trainer(model, adam, {"mtp": parts.mtp} if parts.mtp else {}, balance=settings.balance),
+        trainer=Trainer(model, adam, modules, balance=settings.balance, mesh=mesh, stored_dtype=dtype),
         objective=objective,
         schedule=LRSchedule(steps, warmup, settings.decay, settings.final_lr_fraction),
         mixture=parts.mixture,
-        guard=LossSpikeGuard(settings.spike, run.path / "failures" / stage, metric),
+        guard=LossSpikeGuard(settings.spike, _failures(context, stage), metric),
         rows=settings.rows,
         micro_batches=settings.micro_batches,
         padding=parts.tokenizer.end_of_text,
@@ -232,10 +308,16 @@ def build_phase(context: StageContext, parts: StageComponents, objective: Object
     )
 
 
+def _failures(context: StageContext, stage: str) -> Path:
+    """Return where a rank saves the batches of a bad step."""
+    directory = context.run.path / "failures" / stage
+    return directory if context.mesh is None else directory / f"rank-{context.mesh.rank}"
+
+
 def _flops_per_token(parts: StageComponents) -> float:
     """Return the FLOPs of a token: the main model forward and, unless frozen, backward; each MTP layer and its head."""
     config = parts.model.config
-    main = training_flops_per_token(config, parts.settings.length)
+    main = training_flops_per_token(config, parts.settings.length, frozen=parts.base is not None)
     if parts.mtp is None:
         return main
     # each layer uses the head three times: teacher, draft, and the draft's gradient
@@ -244,7 +326,7 @@ def _flops_per_token(parts: StageComponents) -> float:
     return (main / 3 if parts.stage == "mtp" else main) + extra
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def _draft_quality(parts: StageComponents, ids: npt.NDArray[np.int64]) -> StageSummary:
     """Return the held-out acceptance rate of the first layer's drafts: sampled (overlap) and greedy (agreement)."""
     assert parts.mtp is not None
@@ -308,11 +390,11 @@ def _mtp_directory(run: Run, stage: str, origin: Artefact | Path, own: list[tupl
     if stage == "pretrain":
         return None
     if own:
-        return own[-1][1].path if mtp_file(own[-1][1].path) else None
+        return own[-1][1].path if count_mtp_layers(own[-1][1].path) else None
     if stage == "mtp":
         return None
     directory = origin.path if isinstance(origin, Artefact) else origin
-    carried = directory if mtp_file(directory) else None
+    carried = directory if count_mtp_layers(directory) else None
     trained = run.artefacts("mtp")
     if carried and isinstance(origin, Artefact) and origin.stage == "extend":
         return carried

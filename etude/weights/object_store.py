@@ -5,6 +5,7 @@ puts are atomic, as S3's are. Every failure of a store is an OSError.
 """
 
 import contextlib
+import json
 import os
 import uuid
 from collections.abc import Iterator
@@ -13,7 +14,11 @@ from typing import Any
 
 import fsspec
 
-from etude.errors import InputError
+from etude.errors import EtudeError, InputError
+from etude.runs.client import RunClient, RunServiceError
+from etude.runs.member import RunMember
+
+WEIGHTS, ROLLOUTS = "weights", "rollouts"  # the stores of a run: weight versions; traces and rollout checkpoints
 
 
 class ObjectStore:
@@ -90,3 +95,50 @@ class ObjectStore:
 
     def _path(self, name: str) -> str:
         return f"{self._root.rstrip('/')}/{name}"
+
+
+class ServedObjectStore(ObjectStore):
+    """A store in a run directory on another machine, read and written through the run service."""
+
+    def __init__(self, client: RunClient, store: str) -> None:
+        self.url, self.directory = f"{client.url}/store/{store}", None
+        self._client, self._prefix = client, f"/store/{store}"
+
+    def put(self, name: str, data: bytes) -> None:
+        with self._errors():
+            self._client.send("PUT", f"{self._prefix}/{name}", data, content_type="application/octet-stream")
+
+    def get(self, name: str) -> bytes | None:
+        with self._errors():
+            try:
+                return self._client.send("GET", f"{self._prefix}/{name}")
+            except RunServiceError as error:
+                if error.status == 404:
+                    return None
+                raise
+
+    def names(self, prefix: str) -> list[str]:
+        with self._errors():
+            found: list[str] = json.loads(self._client.send("GET", self._prefix, query={"prefix": prefix}))
+            return found
+
+    def remove(self, prefix: str) -> None:
+        with self._errors():
+            self._client.send("DELETE", f"{self._prefix}/{prefix}")
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except EtudeError as error:
+            raise OSError(str(error)) from error
+
+
+def open_store(member: RunMember, store: str) -> ObjectStore:
+    """Return an object store of a run: directly where this process reaches it, else through the run service."""
+    url, directory = member.info.stores[store], member.info.directories.get(store, "")
+    if url:
+        return ObjectStore(url)
+    if member.reaches(directory):
+        return ObjectStore(directory)
+    return ServedObjectStore(member.client, store)

@@ -4,11 +4,15 @@ One thread encodes and uploads. While it is busy only the newest weights wait; a
 and the next delta is against the last uploaded version. A store that is away is tried again until it is back, with the
 newest weights; `problem` says what is wrong meanwhile. After a failure the next upload is a full one, because it is
 uncertain what reached the store, and a full version depends on nothing before it.
+
+Several processes may publish together, each its part of every version (`Part`). Which versions they publish is agreed
+by their main threads, while none is `busy`; a part that could not be written is written again, because the others
+wait for it.
 """
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -19,8 +23,20 @@ from etude.errors import EtudeError, InputError
 from etude.weights.hashed import with_digests
 from etude.weights.object_store import ObjectStore
 from etude.weights.owner import check_owner
-from etude.weights.versions import SHARD_BYTES, Version, WeightState, latest, prune, write_version
+from etude.weights.versions import (
+    SHARD_BYTES,
+    WHOLE,
+    Part,
+    Version,
+    WeightState,
+    commit_version,
+    latest,
+    prune,
+    write_version,
+)
 
+POLL_S, MAX_POLL_S = 0.05, 1.0  # between two looks for the other parts of a version
+CLOSE_S = 60.0  # for the other processes to finish their parts, at the end
 WAIT_S = 0.5  # before the second attempt; doubled for each further ...
 MAX_WAIT_S = 15.0  # ... up to this
 
@@ -42,15 +58,24 @@ class Publisher:
     """Publishes versions to a store. Use it as a context manager: leaving it waits for pending uploads."""
 
     def __init__(
-        self, store: ObjectStore, *, full_every: int = 20, keep: int = 2, shard_bytes: int = SHARD_BYTES, run: str = ""
+        self,
+        store: ObjectStore,
+        *,
+        full_every: int = 20,
+        keep: int = 2,
+        shard_bytes: int = SHARD_BYTES,
+        run: str = "",
+        part: Part = WHOLE,
     ) -> None:
         if full_every < 1 or keep < 1:
             raise InputError(f"weights: full_every {full_every} and keep {keep} must be at least 1")
         self.store, self.full_every, self.keep, self.shard_bytes = store, full_every, keep, shard_bytes
         self.run = run  # id of the run that owns the store; "": any
+        self.part = part
         self.history: list[Published] = []
         self.problem = ""  # why the newest weights are not in the store yet, if that is so
         self._newest: int | None = None
+        self._given: int | None = None  # the newest that was to be published
         self._first: int | None = None  # number of the first version
         self._last: tuple[Version, WeightState] | None = None
         self._since_full = 0
@@ -68,20 +93,36 @@ class Publisher:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def publish_soon(self, number: int, weights: Mapping[str, Tensor]) -> None:
+    def publish_soon(self, number: int, weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
         """Copy the weights and return. Raise PublishingFailed if an earlier upload failed for good."""
-        if self._newest is not None and number <= self._newest:
-            raise InputError(f"weights: version {number} is not newer than {self._newest}")
+        if self._given is not None and number <= self._given:
+            raise InputError(f"weights: version {number} is not newer than {self._given}")
+        pairs = weights.items() if isinstance(weights, Mapping) else weights
         with torch.no_grad():
-            copy = {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights.items()}
+            copy = {name: tensor.detach().to("cpu", copy=True) for name, tensor in pairs}
         with self._change:
             self._raise_failure()
             if self._closing:
                 raise InputError("weights: the publisher is closed")
-            self._skipped += self._waiting is not None
-            self._waiting, self._newest = (number, copy), number
+            if self.part.count > 1 and (self._waiting or self._working):
+                raise InputError(f"weights: version {number} while another is published by several processes")
+            self._skipped += self._waiting is not None or self._newest not in (self._given, number)
+            self._waiting, self._newest, self._given = (number, copy), number, number
             self._first = number if self._first is None else self._first
             self._change.notify_all()
+
+    def skip(self, number: int) -> None:
+        """Record newer weights that wait to be published, because a process is still busy with older ones."""
+        with self._change:
+            self._raise_failure()
+            self._skipped += self._newest not in (self._given, number)
+            self._newest = number
+
+    @property
+    def busy(self) -> bool:
+        """Whether weights are still being written."""
+        with self._change:
+            return bool(self._waiting or self._working)
 
     @property
     def behind(self) -> int:
@@ -127,7 +168,8 @@ class Publisher:
                 self._publish(number, state, skipped)
                 self.problem, wait_s = "", WAIT_S
             except OSError as error:  # the store is away: again, with newer weights if there are any by then
-                self._last, self.problem = None, f"{type(error).__name__}: {error}"
+                self._last = None if self.part.count == 1 else self._last
+                self.problem = f"{type(error).__name__}: {error}"
                 with self._change:
                     newer = self._waiting is not None
                     self._waiting, self._skipped = self._waiting or (number, state), self._skipped + skipped + newer
@@ -144,14 +186,33 @@ class Publisher:
         started = time.monotonic()
         if self.run:
             check_owner(self.store, self.run)
-        if not self.history and (newest := latest(self.store)) is not None and number <= newest:
+        # Another process may have made this version visible before this one has looked.
+        if not self.history and (newest := latest(self.store)) is not None and number < newest + (self.part.count == 1):
             raise InputError(f"version {number} is not newer than {newest}")  # of an earlier process
         state = with_digests(state)  # the next delta needs them too
         parent = self._last if self._since_full < self.full_every - 1 else None
-        version = write_version(self.store, number, state, parent, self.shard_bytes)
-        self._last = version, state
+        version = written = write_version(self.store, number, state, parent, self.shard_bytes, self.part)
+        if self.part.number == 0 and self.part.count > 1:
+            version = self._commit(number)
+        self._last = written, state
         self._since_full = 0 if version.full else self._since_full + 1
         self.history.append(Published(version, time.monotonic() - started, skipped))
-        if version.full:
+        if version.full and self.part.number == 0:
             with suppress(OSError):  # the next full version prunes again
                 prune(self.store, self.keep)
+
+    def _commit(self, number: int) -> Version:
+        """Make a version visible as soon as every process has written its part."""
+        wait_s, closing_s = POLL_S, 0.0
+        while (found := commit_version(self.store, number, self.part.count)) is None:
+            with self._change:
+                self._change.wait(wait_s)
+                closing_s += wait_s if self._closing else 0.0
+            if closing_s > CLOSE_S:
+                raise PublishingFailed(
+                    f"{self.store.url}: version {number} is incomplete: a process has not written its part"
+                )
+            wait_s = min(2 * wait_s, MAX_POLL_S)
+            if wait_s == MAX_POLL_S:
+                self.problem = f"version {number} waits for the part of another process"
+        return found

@@ -4,6 +4,9 @@
     versions/00000012/shard-000          a delta against the parent's shard; in a full version, against nothing
     latest.json                          the newest version, so that readers need not list
 
+Several processes may write one version, each the tensors that it has (a `Part`): each writes its shards and then
+part-000.json, which lists them; the first process writes the manifest when all parts are there.
+
 A reader follows parents from the newest version back to the one it has, or to a full one, then applies deltas forward
 and checks every shard's checksum. Trainer and samplers share only the store.
 """
@@ -77,24 +80,48 @@ def group_into_shards(state: WeightState, limit: int = SHARD_BYTES) -> list[tupl
     return [tuple(group) for group in groups]
 
 
+@dataclass(frozen=True)
+class Part:
+    """Which of the processes that write a version together this one is."""
+
+    number: int = 0
+    count: int = 1
+
+    def shard_name(self, index: int) -> str:
+        return f"shard-{index:03}" if self.count == 1 else f"shard-{self.number:03}-{index:03}"
+
+    @property
+    def name(self) -> str:
+        return f"part-{self.number:03}.json"
+
+
+WHOLE = Part()
+
+
 def write_version(
     store: ObjectStore,
     number: int,
     state: WeightState,
     parent: tuple[Version, WeightState] | None,
     limit: int = SHARD_BYTES,
+    part: Part = WHOLE,
 ) -> Version:
-    """Write a version to the store; a full one if there is no parent or its tensors have other names or sizes."""
+    """Write a version to the store; a full one if there is no parent or its tensors have other names or sizes.
+
+    A part of a version is not visible before `commit_version`.
+    """
     state, groups = with_digests(state), group_into_shards(state, limit)
     checksum(state)  # all digests at once, on all cores; the shards and the next delta reuse them
     if parent is not None and list(parent[0].names) != groups:
+        if part.count > 1:
+            raise InputError(f"version {number}: the tensors of part {part.number} have changed; publish a full one")
         parent = None
     base = with_digests(parent[1]) if parent else None
     shards, values, changed = [], 0, 0
     for index, names in enumerate(groups):
         new = state.subset(names)
         data = encode_delta(base.subset(names) if base else {}, new)
-        shard = Shard(f"shard-{index:03}", len(data), _digest(data), checksum(new))
+        shard = Shard(part.shard_name(index), len(data), _digest(data), checksum(new))
         store.put(f"{_directory(number)}/{shard.name}", data)
         stats = delta_stats(data)
         shards.append(shard)
@@ -108,9 +135,40 @@ def write_version(
         changed,
         tuple(groups),
     )
-    store.put(f"{_directory(number)}/manifest.json", _manifest(version))
-    store.put(LATEST, json.dumps({"number": number}).encode())
+    if part.count == 1:
+        _make_visible(store, version)
+    else:
+        store.put(f"{_directory(number)}/{part.name}", _manifest(version))
     return version
+
+
+def commit_version(store: ObjectStore, number: int, count: int) -> Version | None:
+    """Make a version visible that `count` processes have written; None if a part is not there yet."""
+    parts = []
+    for index in range(count):
+        name = f"{_directory(number)}/{Part(index, count).name}"
+        if (data := store.get(name)) is None:
+            return None
+        parts.append(_read_version(data, f"{store.url}: part {index} of version {number}"))
+    if len(parents := {part.parent for part in parts}) != 1:
+        raise InputError(f"version {number}: its parts are deltas against different versions ({parents})")
+    shards = tuple(shard for part in parts for shard in part.shards)
+    version = Version(
+        number,
+        parents.pop(),
+        _version_checksum(shards),
+        shards,
+        sum(part.values for part in parts),
+        sum(part.changed for part in parts),
+        tuple(names for part in parts for names in part.names),
+    )
+    _make_visible(store, version)
+    return version
+
+
+def _make_visible(store: ObjectStore, version: Version) -> None:
+    store.put(f"{_directory(version.number)}/manifest.json", _manifest(version))
+    store.put(LATEST, json.dumps({"number": version.number}).encode())
 
 
 def latest(store: ObjectStore) -> int | None:
@@ -134,17 +192,21 @@ def read_manifest(store: ObjectStore, number: int) -> Version:
     data = store.get(f"{_directory(number)}/manifest.json")
     if data is None:
         raise BrokenChain(f"{store.url}: version {number} is missing or incomplete")
+    return _read_version(data, f"{store.url}: the manifest of version {number}")
+
+
+def _read_version(data: bytes, what: str) -> Version:
     try:
         text, _, digest = data.decode().rpartition("\n")
         if _digest(text.encode()) != digest:
             raise ValueError("it does not match its digest")
         found = json.loads(text)
         if found.pop("format") != FORMAT:
-            raise BrokenChain(f"{store.url}: version {number} was written by another version of Etude")
+            raise BrokenChain(f"{what} was written by another version of Etude")
         shards = tuple(Shard(**shard) for shard in found.pop("shards"))
         return Version(**found | {"shards": shards, "names": tuple(map(tuple, found["names"]))})
     except (ValueError, KeyError, TypeError) as error:
-        raise BrokenChain(f"{store.url}: the manifest of version {number} is damaged: {error}") from error
+        raise BrokenChain(f"{what} is damaged: {error}") from error
 
 
 def read_version(

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import math
 import statistics
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +22,7 @@ from etude.data.packing import Batch, next_batch
 from etude.errors import EtudeError, InputError
 from etude.model import ModelConfig, Transformer, initialize
 from etude.model.mtp import initialize_mtp
+from etude.train.checkpoint_files import TrainingCheckpoints
 from etude.train.guard import LossSpikeGuard
 from etude.train.objectives import next_token, with_mtp
 from etude.train.optim import AdamSettings, LRSchedule, MasterAdamW
@@ -180,14 +185,11 @@ def result_of(loss: float, norm: float = 1.0) -> StepResult:
     return StepResult({"loss": loss}, {"model": norm}, False, 10, 10, 1.0)
 
 
-def test_a_bad_step_stops_and_keeps_its_batch(tmp_path: object) -> None:
-    from pathlib import Path
-
+def test_a_bad_step_stops_and_keeps_its_batch(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
-    place = Path(str(tmp_path))
     some = batches(1)
-    guard = LossSpikeGuard(threshold=2.0, directory=place)
+    guard = LossSpikeGuard(threshold=2.0, directory=tmp_path)
     for step in range(30):
         guard.check(step, result_of(3.0 + 0.1 * (step % 3)), some)
     with pytest.raises(EtudeError, match="nats above the recent median"):
@@ -196,9 +198,9 @@ def test_a_bad_step_stops_and_keeps_its_batch(tmp_path: object) -> None:
         guard.check(32, result_of(math.nan), some)
     with pytest.raises(EtudeError, match=r"gradient norms \{'model': inf"):
         guard.check(33, result_of(3.0, math.inf), some)
-    kept = load_file(place / "step-31/batch.safetensors")
+    kept = load_file(tmp_path / "step-31/batch.safetensors")
     assert torch.equal(kept["0.tokens"], some[0].tokens)
-    assert "document" in (place / "step-31/batch.json").read_text()
+    assert "document" in (tmp_path / "step-31/batch.json").read_text()
 
 
 def test_nothing_to_train_is_an_error() -> None:
@@ -206,3 +208,29 @@ def test_nothing_to_train_is_an_error() -> None:
     model.requires_grad_(False)
     with pytest.raises(InputError, match="nothing to train"):
         Trainer(model, AdamSettings())
+
+
+def test_a_checkpoint_that_was_begun_is_completed_when_training_is_interrupted(tmp_path: Path) -> None:
+    model = fresh()
+    trainer, interrupted, done = Trainer(model, AdamSettings()), threading.Event(), list[str]()
+
+    @contextmanager
+    def opened() -> Iterator[Path]:
+        (tmp_path / "making").mkdir()
+        yield tmp_path / "making"
+        (tmp_path / "making").rename(tmp_path / "whole")
+
+    def finish(directory: Path) -> None:
+        interrupted.wait()  # so that the interruption comes first
+        (directory / "last").touch()
+
+    def train() -> None:
+        with TrainingCheckpoints() as writer:
+            writer.write(opened(), lambda _: None, trainer.optimizer, finish, lambda: done.append("then"))
+            threading.Timer(0.2, interrupted.set).start()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train()
+    assert (tmp_path / "whole" / "last").is_file()
+    assert done == ["then"]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from weight_states import State, stepped, weights
 
 from etude.errors import BusyError, InputError
 from etude.weights.hashed import checksum
@@ -26,24 +26,6 @@ from etude.weights.versions import (
     version_numbers,
     write_version,
 )
-
-State = dict[str, Tensor]
-
-
-def weights(seed: int, size: int = 500) -> State:
-    generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(size, generator=generator).bfloat16() for name in ("a", "b.weight", "c")}
-
-
-def stepped(state: State, seed: int) -> State:
-    """Return weights with some values moved to a neighbour, as after a training step."""
-    chance = torch.Generator().manual_seed(seed)
-    moved = {}
-    for name, tensor in state.items():
-        bits = tensor.view(torch.int16).clone()
-        bits[torch.rand(len(bits), generator=chance) < 0.02] += 1
-        moved[name] = bits.view(torch.bfloat16)
-    return moved
 
 
 def write_chain(store: ObjectStore, count: int, full_every: int = 4, shard_bytes: int = 1500) -> list[State]:
@@ -287,8 +269,8 @@ def test_a_directory_that_is_away_is_not_written_to_and_costs_nothing(
 
 KILLED = """
 import sys, torch
-sys.path.insert(0, {tests!r})
-from test_versions import stepped, weights
+sys.path.insert(0, {support!r})
+from weight_states import stepped, weights
 from etude.weights.object_store import ObjectStore
 from etude.weights.publisher import Publisher
 store, state = ObjectStore({store!r}), weights(0, size=200_000)
@@ -305,7 +287,7 @@ def test_a_trainer_killed_while_it_publishes_leaves_complete_versions_only(tmp_p
     seed = random.randrange(1 << 30)
     print("seed", seed)
     store = ObjectStore(tmp_path / "store")
-    code = KILLED.format(tests=str(Path(__file__).parent), store=str(tmp_path / "store"))
+    code = KILLED.format(support=str(Path(__file__).parents[1] / "support"), store=str(tmp_path / "store"))
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as trainer:
         assert trainer.stdout is not None
         published = [trainer.stdout.readline() for _ in range(3)]
