@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from etude.chat.messages import Message, ToolCall
 from etude.errors import InputError
+from etude.inference.known_routing import KnownRouting
 from etude.inference.sampling import MAX_SAMPLES, MAX_STOPS, Sampling, StopText
 
 MAX_VERSION = 2**63 - 1
@@ -246,6 +247,7 @@ class GenerateRequest(StrictModel):
     tokens: list[int]
     sampling: Sampling = Sampling()
     routing: bool = False
+    known_routing: KnownRouting | None = None  # of the client, from the session's earlier turns
     stream: bool = False
 
 

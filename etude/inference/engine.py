@@ -30,7 +30,7 @@ from etude.kernels.linear import pack, pays_to_pack
 from etude.model.checkpoint import load
 from etude.model.layers import Linear
 from etude.model.moe import Routing
-from etude.model.mtp import MTP, load_mtp, mtp_file
+from etude.model.mtp import MTP, count_mtp_layers, load_mtp
 from etude.model.transformer import Transformer
 
 if TYPE_CHECKING:
@@ -357,7 +357,7 @@ def open_engine(
 ) -> Engine:
     """Return an engine for a checkpoint, with its MTP layers if it drafts; `dtype` is that of the files by default."""
     tokenizer = Tokenizer.load(checkpoint)
-    if options.drafts and mtp_file(checkpoint) is None:
+    if options.drafts and not count_mtp_layers(checkpoint):
         raise InputError(f"drafts = {options.drafts}: {checkpoint} has no MTP layers to draft with; leave drafts out")
     model = load(checkpoint, dtype=dtype, device=usable_device(device))
     check_vocabulary(tokenizer, model.config.vocab_size, str(checkpoint))

@@ -6,9 +6,9 @@ from dataclasses import asdict
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from etude.errors import EtudeError
+from etude.inference.known_routing import KnownRouting, Routing
 from etude.inference.request import Completion
 from etude.inference.sampling import Sampling
 
@@ -24,9 +24,9 @@ def sampling_to_json(sampling: Sampling) -> dict[str, Any]:
     return {**asdict(sampling), "stop": sorted(sampling.stop), "stop_text": list(sampling.stop_text)}
 
 
-def completion_to_json(completion: Completion, routing: bool) -> dict[str, Any]:
-    """Return a completion as JSON; with `routing`, including its experts if the model has any."""
-    check_logprobs_finite(completion.logprobs, completion.raw_logprobs)
+def completion_to_json(completion: Completion, routing: bool, known: KnownRouting | None = None) -> dict[str, Any]:
+    """Return a completion as JSON; with `routing`, including the experts that the client does not know, if any."""
+    check_logprobs_finite(completion.logprobs, completion.raw_logprobs or [])
     return {
         "tokens": completion.tokens,
         "logprobs": completion.logprobs,
@@ -35,7 +35,7 @@ def completion_to_json(completion: Completion, routing: bool) -> dict[str, Any]:
         "ending": completion.ending,
         "cached": completion.cached,
         "preempted": completion.preempted,
-        "routing": array_to_json(completion.routing) if routing and completion.routing is not None else None,
+        "routing": routing_to_json(completion.routing, known) if routing else None,
     }
 
 
@@ -45,8 +45,11 @@ def check_logprobs_finite(*lists: list[float]) -> None:
         raise EtudeError("the model's log-probabilities are not finite; its weights are broken")
 
 
-def completion_from_json(given: Any, where: str) -> Completion:
-    """Return the completion that our server sent; InvalidResponse names what is missing or wrong."""
+def completion_from_json(given: Any, where: str, known: Routing | None = None) -> Completion:
+    """Return the completion that our server sent; InvalidResponse names what is missing or wrong.
+
+    `known` is the routing that the request named.
+    """
     tokens = numbers(given, "tokens", int, where)
     size = len(tokens)
     ending = member(given, "ending", str, where)
@@ -56,27 +59,37 @@ def completion_from_json(given: Any, where: str) -> Completion:
     return Completion(
         tokens,
         numbers(given, "logprobs", float, where, size),
-        numbers(given, "raw_logprobs", float, where, size),
+        None if given.get("raw_logprobs") is None else numbers(given, "raw_logprobs", float, where, size),
         numbers(given, "versions", int, where, size),
         ending,
-        None if routing is None else array_from_json(routing, where),
+        None if routing is None else routing_from_json(routing, where, known),
         member(given, "cached", int, where),
         member(given, "preempted", int, where),
     )
 
 
-def array_to_json(array: npt.NDArray[np.unsignedinteger[Any]]) -> dict[str, Any]:
-    data = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
-    return {"dtype": str(array.dtype), "shape": list(array.shape), "data": data}
+def routing_to_json(routing: Routing | None, known: KnownRouting | None) -> dict[str, Any] | None:
+    """Return routing as JSON, without the leading tokens that the client knows (`known` of them)."""
+    if routing is None:
+        return None
+    skipped = known.count(routing) if known else 0
+    rest = routing[skipped:]
+    data = base64.b64encode(np.ascontiguousarray(rest).tobytes()).decode()
+    return {"dtype": str(rest.dtype), "shape": list(rest.shape), "data": data, "known": skipped}
 
 
-def array_from_json(given: Any, where: str) -> npt.NDArray[np.unsignedinteger[Any]]:
+def routing_from_json(given: Any, where: str, known: Routing | None) -> Routing:
+    """Return whole routing, of which the server has left out what the client knows."""
     dtype, shape = member(given, "dtype", str, where), numbers(given, "shape", int, where)
+    skipped = member(given, "known", int, where) if "known" in given else 0
+    if skipped not in (0, 0 if known is None else len(known)):
+        raise InvalidResponse(f"{where}: routing leaves out {skipped} tokens, which the request did not name")
     if dtype not in ROUTING_TYPES:
         raise InvalidResponse(f"{where}: routing has dtype {dtype!r}; expected one of {', '.join(ROUTING_TYPES)}")
     try:
         data = base64.b64decode(member(given, "data", str, where), validate=True)
-        return np.frombuffer(data, dtype).reshape(shape)
+        rest = np.frombuffer(data, dtype).reshape(shape)
+        return rest if known is None or not skipped else np.concatenate((known, rest))
     except ValueError as error:
         raise InvalidResponse(f"{where}: routing cannot be read: {error}") from None
 

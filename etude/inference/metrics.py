@@ -1,28 +1,20 @@
 """Statistics of the service in Prometheus' text format."""
 
-from itertools import accumulate
-
-from etude.inference.latency import Histogram
 from etude.inference.service import Stats
+from etude.system.prometheus import PrometheusText
 
 
 def prometheus(stats: Stats) -> str:
     """Return one metric family per number; counters end in _total. Drafts appear only with speculation."""
-    lines: list[str] = []
-
-    def family(name: str, kind: str, meaning: str, *values: tuple[str, float]) -> None:
-        full = f"etude_inference_{name}"
-        lines.extend((f"# HELP {full} {meaning}", f"# TYPE {full} {kind}"))
-        lines.extend(f"{full}{labels} {value:.17g}" for labels, value in values)
-
+    text = PrometheusText("etude_inference")
+    family = text.family
     family("tokens_made_total", "counter", "Tokens sampled.", ("", stats.output_tokens))
     family("tokens_read_total", "counter", "Tokens prefilled, recomputation included.", ("", stats.prefill_tokens))
     family("prompt_tokens_total", "counter", "Prompt tokens of sequences that ended.", ("", stats.prompt_tokens))
     family("cached_tokens_total", "counter", "Of those, found in the prefix cache.", ("", stats.cached_tokens))
     family("requests_total", "counter", "Requests accepted.", ("", stats.requests))
     family("refused_total", "counter", "Requests refused because the queue was full.", ("", stats.refused))
-    endings = [(f'{{ending="{name}"}}', count) for name, count in sorted(stats.endings.items())]
-    family("samples_total", "counter", "Sequences by how they ended.", *endings)
+    text.labelled("samples_total", "counter", "Sequences by how they ended.", "ending", stats.endings)
     family("preemptions_total", "counter", "Times a sequence was preempted.", ("", stats.preemptions))
     family("swaps_total", "counter", "Times new weights were loaded.", ("", stats.swaps))
     family("steps_total", "counter", "Steps of the engine.", ("", stats.steps))
@@ -31,7 +23,7 @@ def prometheus(stats: Stats) -> str:
         family("draft_rounds_total", "counter", "Times a sequence's drafts were verified.", ("", stats.draft_rounds))
         depths = [(f'{{depth="{depth}"}}', count) for depth, count in enumerate(stats.accepted, 1)]
         family("drafts_accepted_total", "counter", "Drafts accepted, by their position in a round.", *depths)
-    first, each = _buckets(stats.first_token), _buckets(stats.output_token)
+    first, each = stats.first_token.lines(), stats.output_token.lines()
     family("time_to_first_token_seconds", "histogram", "From a request to a sequence's first token.", *first)
     family("time_per_output_token_seconds", "histogram", "A finished sequence's mean for every later token.", *each)
     family("running", "gauge", "Sequences running.", ("", stats.running))
@@ -40,12 +32,4 @@ def prometheus(stats: Stats) -> str:
     family("pages", "gauge", "Pages of the cache.", ("", stats.pages))
     family("version", "gauge", "Version of the weights.", ("", stats.version))
     family("state", "gauge", "1 for the state the service is in.", (f'{{state="{stats.state}"}}', 1))
-    return "\n".join(lines) + "\n"
-
-
-def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
-    """Return a histogram's cumulative counts, their sum and their number."""
-    counts = list(accumulate(histogram.counts))
-    bounds = (*(f"{bound:g}" for bound in histogram.bounds), "+Inf")
-    lines = [(f'_bucket{{le="{bound}"}}', float(count)) for bound, count in zip(bounds, counts, strict=True)]
-    return [*lines, ("_sum", histogram.total), ("_count", float(counts[-1]))]
+    return str(text)

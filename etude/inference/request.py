@@ -20,7 +20,7 @@ class Completion:
 
     tokens: list[int]
     logprobs: list[float]  # under the distribution the tokens were sampled from
-    raw_logprobs: list[float]  # under the model's own distribution
+    raw_logprobs: list[float] | None  # under the model's own distribution; None: the sampler does not report them
     versions: list[int]  # weight version that produced each token
     ending: Ending
     # [prompt and output tokens but the last, moe layers, experts per token]; the last token never went through the

@@ -1,10 +1,12 @@
-"""The sampler process of a run: an engine behind the HTTP server that loads every new weight version by itself.
+"""The sampler process of a run: an HTTP server that samples and loads every new weight version by itself.
 
-    python -m etude.inference.sampler_process RUN --name sampler-0
+    ETUDE_RUN_TOKEN=... python -m etude.inference.sampler_process --service URL --name sampler-0
 
-Weights come from the object store, requests over HTTP. A request continues across a weight update, and each token
-records the version that sampled it. The process reports its status every second and may be killed at any time: a
-request is token ids, so the client sends it again. A broken or stuck engine ends the process with exit code 1.
+The run service says what to run and where the weights are, so the process may be on any machine. Requests come over
+HTTP. What samples is an engine in this process or a server of vLLM or SGLang behind it (`rl.sampler.backend`). A
+request continues across a weight update, and each token records the version that sampled it. The process reports its
+status every second and may be killed at any time: a request is token ids, so the client sends it again. A broken or
+stuck engine ends the process with exit code 1.
 """
 
 import argparse
@@ -21,47 +23,49 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
-
 from etude.config import load_table
 from etude.errors import EtudeError, InputError
 from etude.inference import server
-from etude.inference.engine import Engine, open_engine
-from etude.inference.service import EngineBroken, EngineService
+from etude.inference.backends.backend import SamplerBackend, SamplerService
+from etude.inference.backends.engine_backend import EngineBackend
+from etude.inference.service import EngineBroken
 from etude.inference.settings import SamplerRunSettings
 from etude.inference.weight_update import check_finite
-from etude.runs.layout import RL_ROOT, RunLayout
-from etude.runs.service_status import SAMPLER, sampler_token, write_status
+from etude.runs.address import TOKEN_VARIABLE
+from etude.runs.member import RunMember, open_member
+from etude.runs.service_status import SAMPLER
 from etude.system.http import bind
 from etude.system.processes import die_with_parent, parent_process
 from etude.system.terminal import say
 from etude.weights.delta import DeltaError
-from etude.weights.object_store import ObjectStore
+from etude.weights.object_store import WEIGHTS, ObjectStore, open_store
 from etude.weights.versions import BrokenChain, Version, WeightState, follow, latest, read_version
 
 REPORT_S = 1.0
-LOAD_S = 120.0  # for the engine to take new weights between two steps
+STATUS_TIMEOUT_S = 5.0  # for the run service to take a status; the next one comes soon
 BACKOFF = 4.0  # after a failed read of the store, times its duration: broken chains of large models are slow to read
-CLOSE_S = 5.0  # for connections to close at the end
 STUCK_S = 300.0  # without a step while there are requests; a first step may compile kernels
-HOST = "127.0.0.1"
 
 
 # ------------------------------------------------------------------------------------------ weight versions
 
 
 class MeteredObjectStore(ObjectStore):
-    """An object store that counts the time and bytes of reads."""
+    """Another object store, of which the time and bytes of reads are counted."""
 
-    seconds = 0.0
-    size = 0
+    def __init__(self, store: ObjectStore) -> None:
+        self.url, self.directory, self._store = store.url, store.directory, store
+        self.seconds, self.size = 0.0, 0
 
     def get(self, name: str) -> bytes | None:
         started = time.perf_counter()
-        data = super().get(name)
+        data = self._store.get(name)
         self.seconds += time.perf_counter() - started
         self.size += len(data or b"")
         return data
+
+    def names(self, prefix: str) -> list[str]:
+        return self._store.names(prefix)
 
 
 @dataclass(frozen=True)
@@ -133,51 +137,44 @@ class VersionFollower:
 
 
 class Sampler:
-    """One engine with its HTTP server, its weight updates and its status reports."""
+    """What samples, with its HTTP server, its weight updates and its status reports."""
 
-    def __init__(self, layout: RunLayout, name: str, settings: SamplerRunSettings) -> None:
-        self.layout, self.name, self.settings = layout, name, settings
-        elsewhere = settings.weights.store if layout.service_root == RL_ROOT else ""  # of the weights that RL trains
-        self.store = elsewhere or layout.store
-        self.follower = VersionFollower(MeteredObjectStore(self.store))
-        self.service: EngineService | None = None
+    def __init__(self, member: RunMember, settings: SamplerRunSettings, backend: SamplerBackend) -> None:
+        self.member, self.name, self.settings, self.backend = member, member.name, settings, backend
+        store = open_store(member, WEIGHTS)
+        self.store = store.url
+        self.follower = VersionFollower(MeteredObjectStore(store))
+        self.service: SamplerService | None = None
         self._state, self._waiting_for, self._url = "starting", "", ""
         self._loaded: dict[str, Any] = {"version": None, "checksum": ""}
         self._parent = parent_process()
         self._report_now = threading.Event()
+        self._reporting = member.client.twin(patience_s=0, timeout_s=STATUS_TIMEOUT_S)
         self._sampled = (time.monotonic(), 0)  # time and tokens at the last report
-        self._progress = (time.monotonic(), -1)  # time and number of the engine's last step
+        self._progress = (time.monotonic(), -1)  # time and number of the last step
 
     def run(self) -> None:
-        """Serve until SIGTERM; raise EngineBroken if the engine breaks."""
+        """Serve until SIGTERM; raise EngineBroken if what samples breaks."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, _stop)
         threading.Thread(target=self._report, name="report", daemon=True).start()
         try:
-            with bind(HOST, 0) as listener:
-                engine = self._open_engine()
-                self._begin(engine)
-                asyncio.run(self._serve(engine, listener))
+            with bind(self.member.client.own_address(), 0) as listener:
+                self.backend.start()
+                asyncio.run(self._serve(self._first_version(), listener))
         except Stopped:
             pass
         except Exception as error:
             self.follower.problem = str(error)
             raise
         finally:
+            self.backend.close()
             self._state, self._waiting_for, self._url = "ended", "", ""
             self.write()
 
-    def _open_engine(self) -> Engine:
-        """Return an engine with the model that the run started from; the first version replaces its weights."""
-        sampler = self.settings.sampler
-        if sampler.threads:
-            torch.set_num_threads(sampler.threads)
-        dtype = getattr(torch, self.settings.precision)
-        return open_engine(self.layout.model, sampler, dtype=dtype, device=sampler.device)
-
-    def _begin(self, engine: Engine) -> None:
-        """Wait for a first usable version, and warm up the engine meanwhile."""
-        warming = engine.warm_up()
+    def _first_version(self) -> Fetched:
+        """Wait for a first usable version, and warm up the backend meanwhile."""
+        warming = self.backend.warm_up()
         deadline = time.monotonic() + self.settings.stall_s
         while (fetched := self.follower.poll()) is None or not self._usable(fetched):
             store = self.store
@@ -188,10 +185,7 @@ class Sampler:
                 raise EtudeError(f"{waited}: {why}")
             if not next(warming, False):
                 time.sleep(self.settings.weights.poll_s)
-        self._set_state("starting", "the engine")
-        started = time.perf_counter()
-        engine.load(fetched.state, fetched.version.number)
-        self._record_loaded(fetched, time.perf_counter() - started)
+        return fetched
 
     def _usable(self, fetched: Fetched) -> bool:
         try:
@@ -201,9 +195,12 @@ class Sampler:
             return False
         return True
 
-    async def _serve(self, engine: Engine, listener: socket.socket) -> None:
+    async def _serve(self, first: Fetched, listener: socket.socket) -> None:
+        self._set_state("starting", self.backend.waits_for)
         host, port = listener.getsockname()[:2]
-        async with EngineService(engine) as service:
+        started = time.perf_counter()
+        async with self.backend.service(first.version, first.state) as service:
+            self._record_loaded(first, time.perf_counter() - started)
             self.service = service
             loop = asyncio.get_running_loop()
             threading.Thread(target=self._follow, args=(service, loop), name="follow", daemon=True).start()
@@ -212,13 +209,13 @@ class Sampler:
                 self._url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
                 self._set_state("ready", "")
 
-            access = server.Access(sampler_token(self.layout))
-            model = server.ServedModel.of(self.name, engine.tokenizer)
-            await server.run(service, listener, model, access, grace=0.0, ready=ready)
+            access = server.Access(self.member.info.sampler_token)
+            application = self.backend.application(service, self.name, access)
+            await server.serve(application, service, listener, grace=0.0, ready=ready)
             if service.failure is not None:
                 raise service.failure
 
-    def _follow(self, service: EngineService, loop: asyncio.AbstractEventLoop) -> None:
+    def _follow(self, service: SamplerService, loop: asyncio.AbstractEventLoop) -> None:
         """Load every new version between two engine steps, until the service ends."""
         while service.state not in ("broken", "closed"):
             time.sleep(self.settings.weights.poll_s)
@@ -230,9 +227,10 @@ class Sampler:
             number = fetched.version.number
             try:
                 loading = asyncio.run_coroutine_threadsafe(service.load(fetched.state, number), loop)
-                self._record_loaded(fetched, loading.result(LOAD_S).seconds)
+                self._record_loaded(fetched, loading.result(self.backend.load_s).seconds)
             except TimeoutError:
-                self.follower.reject(f"the engine did not take version {number} in {LOAD_S:g} s")
+                waited = f"in {self.backend.load_s:g} s"
+                self.follower.reject(f"{self.backend.waits_for} did not take version {number} {waited}")
             except EngineBroken:
                 return
             except EtudeError as error:
@@ -270,18 +268,19 @@ class Sampler:
             self._report_now.wait(REPORT_S)
 
     def write(self) -> None:
-        """Write the status file."""
+        """Report the status."""
         facts = {"kind": SAMPLER, "state": self._state, "waiting_for": self._waiting_for, "url": self._url}
         facts |= {
-            "model": str(self.layout.model),
+            "model": str(self.backend.model),
+            "backend": self.settings.sampler.backend,
             "problem": self.follower.problem,
             **self._loaded,
             **self._metrics(),
         }
         try:
-            write_status(self.layout, self.name, **facts)
-        except OSError as error:
-            print(f"{self.name}: the status file cannot be written: {error}", file=sys.stderr, flush=True)
+            self._reporting.report_status(self.name, **facts)
+        except EtudeError as error:
+            say(f"{self.name}: the status cannot be reported: {error}", file=sys.stderr)
 
     def _metrics(self) -> dict[str, Any]:
         if self.service is None:
@@ -309,21 +308,23 @@ class Sampler:
             return
         ending = service.state in ("broken", "closed")
         if (
-            service.engine.steps != self._progress[1] or service.state == "paused" or not service.open_sequences
+            service.steps != self._progress[1] or service.state == "paused" or not service.open_sequences
         ) and not ending:
-            self._progress = now, service.engine.steps
-        limit = CLOSE_S if ending else STUCK_S
+            self._progress = now, service.steps
+        limit = self.backend.close_s if ending else STUCK_S
         if now - self._progress[0] > limit:
+            failure = f" after its failure: {service.failure}" if service.failure is not None else ""
             why = (
-                "the shutdown does not finish"
+                f"the shutdown does not finish{failure}"
                 if ending
-                else f"the engine made no step in {limit:g} s with {service.open_sequences} sequences"
+                else f"{self.backend.waits_for} made no step in {limit:g} s with {service.open_sequences} sequences"
             )
             self._end(why, 0 if service.state == "closed" else 1)
 
     def _end(self, why: str, code: int) -> NoReturn:
         """Exit at once, without closing connections or joining threads."""
         say(f"{self.name}: {why}", file=sys.stderr)
+        self.backend.close()
         self._state, self._waiting_for, self._url, self.follower.problem = "ended", "", "", why
         self.write()
         os._exit(code)
@@ -337,19 +338,33 @@ def _stop(number: int, frame: object) -> NoReturn:
     raise Stopped
 
 
+def open_backend(model: Path, settings: SamplerRunSettings, gpu: int, url: str, routing: bool) -> SamplerBackend:
+    """Return the backend that the recipe names; nothing of it is started yet."""
+    if settings.sampler.backend == "etude":
+        return EngineBackend(model, settings, gpu)
+    from etude.inference.backends.server_backend import ServerBackend
+
+    return ServerBackend(model, settings, gpu, url, routing)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m etude.inference.sampler_process", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("run", type=Path, help="directory of the run")
-    parser.add_argument("--root", default=RL_ROOT, help="directory of the run that its processes share")
+    parser.add_argument(
+        "--service", required=True, metavar="URL", help=f"run service; its token is in ${TOKEN_VARIABLE}"
+    )
     parser.add_argument("--name", required=True, help="name of this sampler, such as sampler-0")
+    parser.add_argument("--gpu", type=int, default=0, help="its (first) GPU, counted round, if the recipe names none")
+    parser.add_argument("--url", default="", help="the server of its backend, which runs already")
+    parser.add_argument("--routing", action="store_true", help="experts of MoE models are needed, of a server too")
     given = parser.parse_args(arguments)
     try:
         die_with_parent(parent_process())
-        layout = RunLayout.of_run(given.run, given.root)
-        settings = load_table(layout.recipe, layout.sessions_table(), SamplerRunSettings)
-        Sampler(layout, given.name, settings).run()
+        member = open_member(given.service, given.name)
+        settings = load_table(member.layout.recipe, member.layout.sessions_table(), SamplerRunSettings)
+        backend = open_backend(member.model(weights=True), settings, given.gpu, given.url, given.routing)
+        Sampler(member, settings, backend).run()
     except EtudeError as error:
         say(f"{given.name}: {error}", file=sys.stderr)
         return error.exit_code

@@ -19,7 +19,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -43,10 +43,18 @@ from etude.inference.api_schema import (
     LoadWeightsRequest,
     parse_request,
 )
-from etude.inference.generate_protocol import array_to_json, check_logprobs_finite, completion_to_json
+from etude.inference.generate_protocol import check_logprobs_finite, completion_to_json, routing_to_json
 from etude.inference.metrics import prometheus
 from etude.inference.responses import ChatChoice, Choice, ResponseBuilder, TextChoice
-from etude.inference.service import ContextLengthExceeded, Draining, EngineBroken, EngineService, Generation, QueueFull
+from etude.inference.service import (
+    ContextLengthExceeded,
+    Draining,
+    EngineBroken,
+    EngineService,
+    Generation,
+    QueueFull,
+    ServiceState,
+)
 from etude.system.http import RequestGuard, cancel_on_disconnect, serving
 
 MAX_BODY = 64 << 20  # bytes of a JSON body: a prompt of a few million tokens
@@ -174,12 +182,13 @@ class InferenceServer:
         submitting = self.service.submit(body.tokens, body.sampling, streaming=body.stream)
         generation = await cancel_on_disconnect(request, submitting)
         if body.stream:
-            return CancellableResponse(completion_lines(generation, body.routing), generation, "application/x-ndjson")
+            return CancellableResponse(completion_lines(generation, body), generation, "application/x-ndjson")
 
         async def all_completions() -> dict[str, Any]:
             async with generation:
                 completions = await generation.completions()
-            return {"samples": [completion_to_json(completion, body.routing) for completion in completions]}
+            samples = [completion_to_json(completion, body.routing, body.known_routing) for completion in completions]
+            return {"samples": samples}
 
         return JSONResponse(await cancel_on_disconnect(request, all_completions()))
 
@@ -230,15 +239,7 @@ class InferenceServer:
         return PlainTextResponse(prometheus(self.service.stats()), media_type="text/plain; version=0.0.4")
 
     async def _json(self, request: Request) -> Any:
-        if not is_json(request):
-            raise HTTPException(415, "send the body as `content-type: application/json`")
-        data = bytearray()
-        async for chunk in read_body(request, self.max_body):
-            data += chunk
-        try:
-            return json.loads(data)
-        except (ValueError, RecursionError) as error:
-            raise InputError(f"the body is not JSON: {error}") from None
+        return await read_json(request, self.max_body)
 
 
 class NoSuchModel(InputError):
@@ -259,7 +260,7 @@ class CancellableResponse(StreamingResponse):
             self.generation.cancel()
 
 
-async def completion_lines(generation: Generation, routing: bool) -> AsyncIterator[bytes]:
+async def completion_lines(generation: Generation, body: GenerateRequest) -> AsyncIterator[bytes]:
     """Yield deltas of completions, one JSON object a line; the last of each has the ending and the routing."""
     try:
         async for delta in generation.deltas():
@@ -269,12 +270,24 @@ async def completion_lines(generation: Generation, routing: bool) -> AsyncIterat
                 del line["ending"]
             else:
                 whole = generation.sequences[delta.index].result()
-                chosen = whole.routing if routing else None
                 line |= {"cached": whole.cached, "preempted": whole.preempted}
-                line["routing"] = None if chosen is None else array_to_json(chosen)
+                line["routing"] = routing_to_json(whole.routing, body.known_routing) if body.routing else None
             yield json.dumps(line).encode() + b"\n"
     except EtudeError as error:
         yield json.dumps(error_body(str(error), "server_error", "engine_broken")).encode() + b"\n"
+
+
+async def read_json(request: Request, limit: int) -> Any:
+    """Return a request's body, which is JSON of at most `limit` bytes."""
+    if not is_json(request):
+        raise HTTPException(415, "send the body as `content-type: application/json`")
+    data = bytearray()
+    async for chunk in read_body(request, limit):
+        data += chunk
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"the body is not JSON: {error}") from None
 
 
 def is_json(request: Request) -> bool:
@@ -374,32 +387,47 @@ def app(
     def route(method: str, path: str, endpoint: Callable[[Request], Awaitable[Response]]) -> Route:
         return Route(path, endpoint, methods=[method])
 
-    return Starlette(
-        routes=[
-            route("POST", "/v1/chat/completions", server.chat),
-            route("POST", "/v1/completions", server.complete),
-            route("GET", "/v1/models", server.models),
-            route("GET", "/v1/models/{name:path}", server.model),
-            route("POST", "/generate", server.generate),
-            route("POST", "/weights", server.load),
-            route("GET", "/weights", server.weights),
-            route("POST", "/pause", server.pause),
-            route("POST", "/resume", server.resume),
-            route("POST", "/drain", server.drain),
-            route("GET", "/health", server.health),
-            route("GET", "/metrics", server.metrics),
-        ],
-        middleware=[
-            Middleware(
-                RequestGuard,
-                refuse=_refuse,
-                token=access.token,
-                needs_token=access.needs_token,
-                hosts=access.hosts,
-            )
-        ],
-        exception_handlers=dict.fromkeys((HTTPException, EtudeError, ClientDisconnect, Exception), error_response),
+    routes = [
+        route("POST", "/v1/chat/completions", server.chat),
+        route("POST", "/v1/completions", server.complete),
+        route("GET", "/v1/models", server.models),
+        route("GET", "/v1/models/{name:path}", server.model),
+        route("POST", "/generate", server.generate),
+        route("POST", "/weights", server.load),
+        route("GET", "/weights", server.weights),
+        route("POST", "/pause", server.pause),
+        route("POST", "/resume", server.resume),
+        route("POST", "/drain", server.drain),
+        route("GET", "/health", server.health),
+        route("GET", "/metrics", server.metrics),
+    ]
+    return guarded_app(routes, access)
+
+
+def guarded_app(routes: Sequence[Route], access: Access) -> Starlette:
+    """Return an application with these endpoints, our access rules and our errors."""
+    guard = Middleware(
+        RequestGuard, refuse=_refuse, token=access.token, needs_token=access.needs_token, hosts=access.hosts
     )
+    handlers = dict.fromkeys((HTTPException, EtudeError, ClientDisconnect, Exception), error_response)
+    return Starlette(routes=list(routes), middleware=[guard], exception_handlers=handlers)
+
+
+class Stoppable(Protocol):
+    """What is served: an engine's service, or one in front of another server."""
+
+    @property
+    def state(self) -> ServiceState: ...
+
+    @property
+    def failure(self) -> EngineBroken | None: ...
+
+    @property
+    def open_sequences(self) -> int: ...
+
+    async def drain(self) -> None: ...
+
+    async def close(self) -> None: ...
 
 
 async def run(
@@ -411,11 +439,23 @@ async def run(
     grace: float = GRACE_S,
     ready: Callable[[], None] = lambda: None,
 ) -> None:
+    """Serve a model until SIGTERM or SIGINT."""
+    await serve(app(service, model, access), service, listener, grace=grace, ready=ready)
+
+
+async def serve(
+    application: Starlette,
+    service: Stoppable,
+    listener: socket.socket,
+    *,
+    grace: float,
+    ready: Callable[[], None] = lambda: None,
+) -> None:
     """Serve until SIGTERM or SIGINT; then refuse new requests, give running ones `grace` seconds and fail the rest.
 
-    A broken engine ends it too, so that a supervisor can start another process.
+    A broken service ends it too, so that a supervisor can start another process.
     """
-    async with serving(app(service, model, access), listener) as stopped:
+    async with serving(application, listener) as stopped:
         ready()
         while not stopped.is_set() and service.failure is None:
             with contextlib.suppress(TimeoutError):

@@ -348,6 +348,10 @@ class EngineService:
         return self.engine.version
 
     @property
+    def steps(self) -> int:
+        return self.engine.steps
+
+    @property
     def failure(self) -> EngineBroken | None:
         """Return why the service is broken; None while it is not."""
         return self._failure

@@ -14,9 +14,11 @@ from torch import Tensor
 
 from etude.errors import InputError
 from etude.inference.policy import Weights
-from etude.model.checkpoint import DTYPES, checkpoint_views, load
+from etude.model.adapters import adapter_views
+from etude.model.checkpoint import checkpoint_views, load
 from etude.model.config import ModelConfig
-from etude.model.mtp import MTP, load_mtp, mtp_file
+from etude.model.mtp import MTP, count_mtp_layers, load_mtp
+from etude.model.tensor_files import DTYPES
 from etude.model.transformer import Transformer
 
 MTP_PREFIX = "mtp."
@@ -38,7 +40,7 @@ def read_weights(weights: Weights, model: Transformer, mtp: MTP | None = None) -
         )
     dtype = model.head_weight.dtype
     found = dict(load(weights, dtype=dtype).state_dict())
-    if mtp is not None and mtp_file(Path(weights)):
+    if mtp is not None and count_mtp_layers(Path(weights)):
         layers = load_mtp(Path(weights), config, dtype).state_dict()
         found |= {f"{MTP_PREFIX}{name}": tensor for name, tensor in layers.items()}
     return found
@@ -80,4 +82,6 @@ def _targets(weights: Mapping[str, Tensor], model: Transformer, mtp: MTP | None)
     if mtp is not None:
         targets |= {f"{MTP_PREFIX}{name}": tensor for name, tensor in mtp.state_dict().items()}
     # checkpoint names need a view per expert, so they are made only if used
-    return targets if all(name in targets for name in weights) else checkpoint_views(model) | targets
+    if all(name in targets for name in weights):
+        return targets
+    return checkpoint_views(model) | adapter_views(model) | targets

@@ -47,10 +47,10 @@ def config_of(family: str, **changes: Any) -> ModelConfig:
     return ModelConfig.from_hugging_face(small_config(family, **changes))
 
 
-def tiny_model(family: str = "llama", seed: int = 0) -> Transformer:
+def tiny_model(family: str = "llama", seed: int = 0, **changes: Any) -> Transformer:
     """Return a model with large random weights."""
     torch.manual_seed(seed)
-    model = Transformer(config_of(family)).eval()
+    model = Transformer(config_of(family, **changes)).eval()
     with torch.no_grad():
         for tensor in model.state_dict().values():
             if tensor.is_floating_point() and tensor.dim() > 1:

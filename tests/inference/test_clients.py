@@ -21,12 +21,12 @@ from etude.inference.clients.http import HttpPolicy
 from etude.inference.clients.inprocess import InProcessPolicy
 from etude.inference.clients.openai import OpenAIChat
 from etude.inference.clients.transport import ServerError, ServerUnreachable
-from etude.inference.clients.vllm import VllmPolicy
-from etude.inference.generate_protocol import InvalidResponse
+from etude.inference.generate_protocol import InvalidResponse, routing_from_json
 from etude.inference.policy import Policy
 from etude.inference.sampling import Sampling
 from etude.inference.service import EngineService
 from etude.model import save
+from etude.model.checkpoint import checkpoint_views
 
 # --------------------------------------------------------------------------------------------------- our own
 
@@ -37,11 +37,7 @@ def test_every_client_is_a_policy() -> None:
 
     async def work() -> None:
         async with EngineService(tiny_engine()) as service:
-            for policy in (
-                check(InProcessPolicy(service)),
-                check(HttpPolicy("http://x")),
-                check(VllmPolicy("http://x")),
-            ):
+            for policy in (check(InProcessPolicy(service)), check(HttpPolicy("http://x"))):
                 await policy.close()
 
     asyncio.run(work())
@@ -70,6 +66,44 @@ def test_a_completion_over_http_is_the_one_in_process_bit_for_bit(family: str) -
             await there.close()
 
     asyncio.run(work())
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_the_routing_of_each_token_travels_once_until_new_weights_change_it(
+    streaming: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Turns of a session over HTTP have the routing of the whole prefix, as in process; the wire has the new part."""
+    sent: list[tuple[int, int]] = []  # tokens left out, tokens sent
+
+    def counted(given: Any, where: str, known: Any) -> Any:
+        sent.append((given["known"], given["shape"][0]))
+        return routing_from_json(given, where, known)
+
+    monkeypatch.setattr("etude.inference.generate_protocol.routing_from_json", counted)
+
+    async def work() -> None:
+        engine = tiny_engine("qwen3_moe", on_swap="recompute")
+        async with EngineService(engine) as service, serving(service, token=TOKEN) as url:
+            here, there = InProcessPolicy(service), HttpPolicy(url, TOKEN, retry=QUICK)
+            tokens = list(range(1, 20))
+            for turn in range(4):
+                sampling = Sampling(max_tokens=5, seed=turn)
+                if streaming:
+                    theirs = await there.complete_streaming(tokens, sampling, lambda _: None, session="s")
+                else:
+                    theirs = await there.complete(tokens, sampling, session="s")
+                mine = await here.complete(tokens, sampling)
+                assert theirs.routing is not None
+                assert mine.routing is not None
+                assert np.array_equal(mine.routing, theirs.routing)
+                assert len(theirs.routing) == len(tokens) + len(theirs.tokens) - 1
+                tokens += [*theirs.tokens, 3, 4]
+                if turn == 2:
+                    await there.load(checkpoint_views(tiny_model("qwen3_moe", seed=9)), 1)
+            await there.close()
+
+    asyncio.run(work())
+    assert sent == [(0, 23), (23, 7), (30, 7), (0, 44)]
 
 
 def test_new_weights_over_http_by_path_and_as_tensors(tmp_path: Path) -> None:

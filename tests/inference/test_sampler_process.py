@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import httpx
 import patient_http
 import pytest
 import torch
+from run_services import elsewhere, environment_of, facts_of, member_of, service_url, threaded_service
 from samplers import config_of, tiny_model, tiny_tokenizer
 from torch import Tensor
 
@@ -23,9 +24,9 @@ from etude.inference.sampling import Sampling
 from etude.model.checkpoint import save
 from etude.model.transformer import Transformer
 from etude.rl.settings import open_rl_run
-from etude.rollouts.sampler_pool import SamplersUnavailable, open_sampler_pool
+from etude.rollouts.sampler_pool import SamplerPool, SamplersUnavailable, open_sampler_pool
+from etude.rollouts.settings import QueueSettings
 from etude.runs.layout import RunLayout
-from etude.runs.service_status import read_status
 from etude.weights.object_store import ObjectStore
 from etude.weights.publisher import Publisher
 
@@ -47,18 +48,26 @@ threads = 1
 poll_s = 0.02
 """
 State = dict[str, Tensor]
+MakeRun = Callable[..., RunLayout]
 WAIT_S = 300.0  # on a busy machine; nothing waits so long otherwise
 
 
-def make_run(path: Path, stall_s: float = 60.0) -> RunLayout:
-    """A run as its orchestrator leaves it to a sampler."""
-    path.mkdir(exist_ok=True)
-    (path / "recipe.toml").write_text(RECIPE.format(stall_s=stall_s))
-    place, _ = open_rl_run(path)
-    place.make()
-    save(tiny_model(FAMILY), place.model)
-    tiny_tokenizer().save(place.model)
-    return place
+@pytest.fixture
+def make_run() -> Iterator[MakeRun]:
+    """Make runs as an orchestrator leaves them to a sampler, each with its run service."""
+    with contextlib.ExitStack() as stack:
+
+        def make(path: Path, stall_s: float = 60.0) -> RunLayout:
+            path.mkdir(exist_ok=True, parents=True)
+            (path / "recipe.toml").write_text(RECIPE.format(stall_s=stall_s))
+            place, _ = open_rl_run(path)
+            place.make()
+            save(tiny_model(FAMILY), place.model)
+            tiny_tokenizer().save(place.model)
+            stack.enter_context(threaded_service(place, {"training": QueueSettings()}))
+            return place
+
+        yield make
 
 
 def weights(seed: int) -> State:
@@ -74,13 +83,15 @@ def stepped(state: State, seed: int) -> State:
 
 
 def command(place: RunLayout, name: str) -> list[str]:
-    return [sys.executable, "-m", "etude.inference.sampler_process", str(place.run), "--name", name]
+    return [sys.executable, "-m", "etude.inference.sampler_process", "--service", service_url(place), "--name", name]
 
 
 @contextlib.contextmanager
 def started(place: RunLayout, name: str = "sampler-0") -> Iterator[subprocess.Popen[str]]:
     """A sampler, from before it says anything until it is killed."""
-    with subprocess.Popen(command(place, name), stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command(place, name), stderr=subprocess.PIPE, text=True, env=environment_of(place)
+    ) as process:
         try:
             yield process
         finally:
@@ -95,7 +106,7 @@ def until(place: RunLayout, true: Callable[[dict[str, Any]], bool], process: sub
     while time.monotonic() < deadline:
         if process.poll() is not None:
             raise AssertionError(f"it ended with {process.returncode}: {process.stderr and process.stderr.read()}")
-        status = read_status(place, "sampler-0") or {}
+        status = facts_of(place, "sampler-0") or {}
         if status.get("pid") == process.pid and true(status):
             return status
         time.sleep(0.02)
@@ -121,8 +132,15 @@ def assert_made_by(sample: Completion, prompt: list[int], state: State) -> None:
     assert sample.raw_logprobs == pytest.approx(wanted, abs=2e-3)
 
 
+@contextlib.asynccontextmanager
+async def pool_of(place: RunLayout, deadline_s: float) -> AsyncIterator[SamplerPool]:
+    with member_of(place) as member:
+        async with open_sampler_pool(member, deadline_s=deadline_s) as policy:
+            yield policy
+
+
 async def sampled(place: RunLayout, prompt: list[int], count: int, **options: Any) -> Completion:
-    async with open_sampler_pool(place, deadline_s=300) as policy:
+    async with pool_of(place, 300) as policy:
         return await policy.complete(prompt, Sampling(max_tokens=count, **options), session="s")
 
 
@@ -136,7 +154,9 @@ async def long_sample(place: RunLayout, url: str, count: int, meanwhile: Callabl
     return await sampling
 
 
-def test_a_sampler_follows_the_chain_in_the_middle_of_samples_over_broken_links_and_bad_numbers(tmp_path: Path) -> None:
+def test_a_sampler_follows_the_chain_in_the_middle_of_samples_over_broken_links_and_bad_numbers(
+    make_run: MakeRun, tmp_path: Path
+) -> None:
     place = make_run(tmp_path / "run")
     bucket = ObjectStore(place.store)
     with started(place) as process, Publisher(bucket, full_every=100) as publisher:
@@ -204,7 +224,7 @@ def test_a_sampler_follows_the_chain_in_the_middle_of_samples_over_broken_links_
             patient_http.post(f"{status['url']}/pause").raise_for_status()
 
 
-def test_a_sample_outlives_the_sampler_that_was_killed_at_work_on_it(tmp_path: Path) -> None:
+def test_a_sample_outlives_the_sampler_that_was_killed_at_work_on_it(make_run: MakeRun, tmp_path: Path) -> None:
     place, state = make_run(tmp_path / "run"), weights(0)
     with Publisher(ObjectStore(place.store)) as publisher:
         publisher.publish_soon(1, state)
@@ -220,7 +240,7 @@ def test_a_sample_outlives_the_sampler_that_was_killed_at_work_on_it(tmp_path: P
             until(place, ready, stack.enter_context(started(place)))
 
         async def hurried() -> None:
-            async with open_sampler_pool(place, deadline_s=0.5) as policy:
+            async with pool_of(place, 0.5) as policy:
                 await policy.complete([1], Sampling(max_tokens=1))
 
         sample = asyncio.run(long_sample(place, url, 400, kill))
@@ -228,10 +248,35 @@ def test_a_sample_outlives_the_sampler_that_was_killed_at_work_on_it(tmp_path: P
         assert_made_by(sample, [5, 6, 7], state)
 
 
+def test_a_sampler_without_the_run_directory_gets_model_and_weights_from_the_run_service(
+    make_run: MakeRun, tmp_path: Path
+) -> None:
+    place = make_run(tmp_path / "here/run")
+    environment = environment_of(place) | {"XDG_CACHE_HOME": str(tmp_path / "there")}
+    line = elsewhere(tmp_path / "here", command(place, "sampler-0"))
+    state = weights(0)
+    with Publisher(ObjectStore(place.store), full_every=100) as publisher:
+        publisher.publish_soon(1, state)
+        publisher.flush(20)
+        with subprocess.Popen(line, stderr=subprocess.PIPE, text=True, env=environment) as process:
+            try:
+                status = until(place, ready, process)
+                assert status["model"].startswith(str(tmp_path / "there/etude/trees"))
+                for number in (2, 3):
+                    state = stepped(state, number)
+                    publisher.publish_soon(number, state)
+                    publisher.flush(20)
+                status = until(place, lambda status: status["version"] == 3, process)
+                assert status["checksum"] == publisher.history[-1].version.checksum
+                assert_made_by(asyncio.run(sampled(place, [9, 8], 20)), [9, 8], state)
+            finally:
+                process.kill()
+
+
 # ------------------------------------------------------------------------------------------- how it ends
 
 
-def test_sigterm_ends_it_at_once_and_a_wait_for_weights_has_a_deadline(tmp_path: Path) -> None:
+def test_sigterm_ends_it_at_once_and_a_wait_for_weights_has_a_deadline(make_run: MakeRun, tmp_path: Path) -> None:
     place, late = make_run(tmp_path / "run"), make_run(tmp_path / "late", stall_s=0.5)
     with Publisher(ObjectStore(place.store)) as publisher:
         publisher.publish_soon(1, weights(0))
@@ -241,12 +286,12 @@ def test_sigterm_ends_it_at_once_and_a_wait_for_weights_has_a_deadline(tmp_path:
         def stop() -> None:
             process.terminate()
             assert process.wait(60) == 0
-            status = read_status(place, "sampler-0")
+            status = facts_of(place, "sampler-0")
             assert status is not None
             assert (status["state"], status["url"]) == ("ended", "")
 
         async def work() -> None:
-            async with open_sampler_pool(place, deadline_s=0.5) as policy:
+            async with pool_of(place, 0.5) as policy:
                 sampling = asyncio.create_task(policy.complete([1], Sampling(max_tokens=1900)))
                 await asyncio.sleep(0.3)
                 await asyncio.to_thread(stop)
@@ -284,16 +329,18 @@ PARENT = "import subprocess, sys; subprocess.run(sys.argv[1:])"
     ],
     ids=["breaks", "hangs"],
 )
-def test_an_engine_that_breaks_or_hangs_ends_the_process_with_an_error(tmp_path: Path, fault: str, said: str) -> None:
+def test_an_engine_that_breaks_or_hangs_ends_the_process_with_an_error(
+    make_run: MakeRun, tmp_path: Path, fault: str, said: str
+) -> None:
     place = make_run(tmp_path / "run")
     with Publisher(ObjectStore(place.store)) as publisher:
         publisher.publish_soon(1, weights(0))
-    line = [sys.executable, "-c", FAULTY.format(fault=fault), str(place.run), "--name", "sampler-0"]
-    with subprocess.Popen(line, stderr=subprocess.PIPE, text=True) as process:
+    line = [sys.executable, "-c", FAULTY.format(fault=fault), "--service", service_url(place), "--name", "sampler-0"]
+    with subprocess.Popen(line, stderr=subprocess.PIPE, text=True, env=environment_of(place)) as process:
         until(place, ready, process)
 
         async def work() -> None:
-            async with open_sampler_pool(place, deadline_s=2) as policy:
+            async with pool_of(place, 2) as policy:
                 with pytest.raises(SamplersUnavailable, match=said):
                     await policy.complete([1], Sampling(max_tokens=100))
 
@@ -304,11 +351,12 @@ def test_an_engine_that_breaks_or_hangs_ends_the_process_with_an_error(tmp_path:
 
 
 @pytest.mark.slow
-def test_it_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+def test_it_ends_with_the_process_that_started_it(make_run: MakeRun, tmp_path: Path) -> None:
     place = make_run(tmp_path / "run")
-    with subprocess.Popen([sys.executable, "-c", PARENT, *command(place, "sampler-0")]) as parent:
+    line = [sys.executable, "-c", PARENT, *command(place, "sampler-0")]
+    with subprocess.Popen(line, env=environment_of(place)) as parent:
         deadline = time.monotonic() + WAIT_S
-        while (status := read_status(place, "sampler-0")) is None:
+        while (status := facts_of(place, "sampler-0")) is None:
             assert time.monotonic() < deadline
             time.sleep(0.05)
         parent.kill()

@@ -373,7 +373,8 @@ def test_the_command_drafts_with_mtp_layers_and_refuses_without(checkpoint: Path
     with pytest.raises(InputError, match=r"drafts = 2: .* has no MTP layers to draft with"):
         serve(checkpoint, port=0, drafts=2)
     model = tiny_model()
-    save_mtp(initialize_mtp(model.config, 1, 1, torch.float32), checkpoint)
+    mtp = initialize_mtp(model.config, 1, 1, torch.float32)
+    save_mtp(mtp.state_dict(), len(mtp.layers), checkpoint)
     with command(checkpoint, "--drafts", "2") as (url, _):
         body = {"tokens": [5, 6, 7], "sampling": {"max_tokens": 20, "temperature": 0}}
         (sample,) = patient_http.post(f"{url}/generate", json=body).json()["samples"]

@@ -306,7 +306,7 @@ def test_a_checkpoint_directory_replaces_mtp_layers_if_it_has_any(brings: bool, 
     save(other, tmp_path / "other")
     layers = initialize_mtp(other.config, 1, 2, torch.float32)
     if brings:
-        save_mtp(layers, tmp_path / "other")
+        save_mtp(layers.state_dict(), len(layers.layers), tmp_path / "other")
     mtp = initialize_mtp(other.config, 1, 1, torch.float32)
     options = EngineOptions(kv_cache_tokens=8192, page_size=8, max_sequences=16, drafts=2)
     greedy = Sampling(max_tokens=30, temperature=0.0)

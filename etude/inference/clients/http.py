@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from etude.errors import EtudeError, InputError
 from etude.inference.clients.transport import RetryPolicy, Transport
 from etude.inference.generate_protocol import InvalidResponse, completion_from_json, member, sampling_to_json
+from etude.inference.known_routing import KnownRouting, Routing, RoutingCache
 from etude.inference.policy import PolicyBase, TokenCallback, Weights, check_single
 from etude.inference.request import Completion
 from etude.inference.sampling import Sampling
@@ -46,6 +47,7 @@ class HttpPolicy(PolicyBase):
             raise InputError("no server URL; give at least one")
         self.routing, self.cooldown = routing, cooldown
         self._transport = Transport(token, retry)
+        self._known = RoutingCache()
         self._skipped_until: dict[str, float] = {}
         self._in_flight: Counter[str] = Counter()  # requests
 
@@ -53,13 +55,15 @@ class HttpPolicy(PolicyBase):
         await self._transport.close()
 
     async def complete_many(self, tokens: Sequence[int], sampling: Sampling, *, session: str = "") -> list[Completion]:
+        known = self._known.get(session)
         with self._routed(session) as (server, on_failure, used):
-            body = self._body(tokens, sampling)
+            body = self._body(tokens, sampling, known)
             response = await self._transport.call("POST", "/generate", server, json=body, on_failure=on_failure)
         where = f"{used[-1]}/generate"
-        found = [completion_from_json(item, where) for item in member(response, "samples", list, where)]
+        found = [completion_from_json(item, where, known) for item in member(response, "samples", list, where)]
         if len(found) != sampling.samples:
             raise InvalidResponse(f"{where}: {len(found)} completions; expected {sampling.samples}")
+        self._known.put(session, found[0].routing)
         return found
 
     async def complete_streaming(
@@ -67,8 +71,9 @@ class HttpPolicy(PolicyBase):
     ) -> Completion:
         check_single(sampling)
         whole: dict[str, Any] = {name: [] for name in STREAMED_FIELDS}
+        known = self._known.get(session)
         with self._routed(session) as (server, on_failure, used):
-            body = {**self._body(tokens, sampling), "stream": True}
+            body = {**self._body(tokens, sampling, known), "stream": True}
             async with aclosing(self._transport.lines("/generate", server, json=body, on_failure=on_failure)) as lines:
                 async for line in lines:
                     where = f"{used[-1]}/generate"
@@ -80,10 +85,13 @@ class HttpPolicy(PolicyBase):
         where = f"{used[-1]}/generate"
         if "ending" not in whole:
             raise InvalidResponse(f"{where}: the response broke off after {len(whole['tokens'])} tokens")
-        return completion_from_json(whole, where)
+        completion = completion_from_json(whole, where, known)
+        self._known.put(session, completion.routing)
+        return completion
 
-    def _body(self, tokens: Sequence[int], sampling: Sampling) -> dict[str, Any]:
-        return {"tokens": list(tokens), "sampling": sampling_to_json(sampling), "routing": self.routing}
+    def _body(self, tokens: Sequence[int], sampling: Sampling, known: Routing | None) -> dict[str, Any]:
+        body = {"tokens": list(tokens), "sampling": sampling_to_json(sampling), "routing": self.routing}
+        return body if known is None else {**body, "known_routing": KnownRouting.of(known).model_dump()}
 
     @contextmanager
     def _routed(self, session: str) -> Iterator[tuple[Callable[[], str], Callable[[str, bool], None], list[str]]]:

@@ -80,9 +80,14 @@ class Transport:
     """A pool of connections that share a token. Use it in one event loop."""
 
     def __init__(
-        self, token: str = "", retry: RetryPolicy | None = None, limiter: RequestLimiter | None = None
+        self,
+        token: str = "",
+        retry: RetryPolicy | None = None,
+        limiter: RequestLimiter | None = None,
+        *,
+        unix_socket: str = "",  # through which all requests go, whatever the host of their URL
     ) -> None:
-        self.retry, self.limiter = retry or RetryPolicy(), limiter
+        self.retry, self.limiter, self.unix_socket = retry or RetryPolicy(), limiter, unix_socket
         self._headers = {"authorization": f"Bearer {token}"} if token else {}
         self._opened: aiohttp.ClientSession | None = None
         self._options: dict[str, dict[str, Any]] = {}
@@ -92,8 +97,10 @@ class Transport:
         """Return the session, opened on first use, because it belongs to a running loop."""
         if self._opened is None:
             timeouts = {"sock_connect": self.retry.connect_timeout, "sock_read": self.retry.timeout}
+            options: dict[str, Any] = {"limit": 0, "keepalive_timeout": KEEPALIVE_S}
+            unix = self.unix_socket
             self._opened = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
+                connector=aiohttp.UnixConnector(unix, **options) if unix else aiohttp.TCPConnector(**options),
                 timeout=aiohttp.ClientTimeout(total=None, **timeouts),
                 headers=self._headers,
             )
@@ -137,6 +144,14 @@ class Transport:
         options["params"] = params
         response, where = await self._request(method, path, server, on_failure, options, ticket)
         return parse_response(response, where)
+
+    async def text(self, path: str, server: Callable[[], str], *, json: Any = None) -> str:
+        """Return the text that a server returns to a GET, or to a POST of `json`."""
+        method, options = ("GET", {}) if json is None else ("POST", json_body(json))
+        response, where = await self._request(method, path, server, lambda url, busy: None, options)
+        if response.status >= 400:
+            raise error_from_response(response, where)
+        return response.text
 
     async def lines(
         self,
