@@ -1,62 +1,83 @@
 """The fleet: creates pods on this machine or on remote hosts that serve HTTP.
 
 With one local host there is nothing to route. With several hosts, each reports its contents and pressure, the router
-places pods, and when a host fails the pod is created on another. Forks stay on their parent's host unless it is over
-its pressure ceilings; then the snapshot is transferred.
+places pods, images and snapshots travel to where they are needed, and when a host fails the pod is created on another.
+Forks stay on their parent's host unless it is over its pressure ceilings.
 """
 
 import asyncio
-import contextlib
+import hashlib
+import logging
 import math
 import os
-import tempfile
+import socket
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Unpack
+from typing import TypeVar, Unpack
+from urllib.parse import urlsplit
 
 from etude.errors import InputError
+from etude.pods.distribution import Distribution
 from etude.pods.host import Host, PodOptions, all_or_none
 from etude.pods.host_client import HostClient, HostGone, LocalHostClient
-from etude.pods.images.records import Image
+from etude.pods.host_system import HostSystem, host_system
+from etude.pods.host_watch import ISOLATION_OPTION, HostWatch, strong_isolation
+from etude.pods.images.builder import LayerBuilder
+from etude.pods.images.records import SYSTEM_LABEL, Image, Layer
 from etude.pods.images.store import Store
-from etude.pods.pod import Capabilities, Limits, Pod, PodError, Snapshot, SnapshotKind, Unsupported
+from etude.pods.images.transfer import LayersMissing
+from etude.pods.pod import Capabilities, Egress, Limits, Pod, PodError, Snapshot, SnapshotKind, Unsupported
 from etude.pods.runtime.probe import choose_backend, make_backend
 from etude.pods.scheduling.admission import NeverFits, Thresholds, WaitedTooLong
-from etude.pods.scheduling.pools import Prepare
-from etude.pods.scheduling.router import NoHost, PlacementRequest, PodRouter
+from etude.pods.scheduling.pools import PodKind, Prepare, WarmPool
+from etude.pods.scheduling.router import NoHost, Placement, PlacementRequest, PodRouter, system_label
+from etude.pods.settings import PodSettings
 
-ISOLATION_OPTION = "ETUDE_POD_ISOLATION"  # "strong": no pods where they are isolated less than as root
-REPORT_INTERVAL_S = 1.0
-REPORT_TIMEOUT_S = 5.0
+T = TypeVar("T")
 HOST_WAIT_S = 3.0  # for admission on one host, before others are tried
 RETRY_S = 0.25  # between attempts when no host can take a pod
 EXPECTED_MEMORY = 256 << 20  # bytes a new pod is placed for; its host has an estimate for the image
+PATIENCE_S = 60.0  # in which a host may be restarted, before a request fails because none answers
+RESOLVED_S = 10.0  # for which the image of a name is not asked for again
+
+log = logging.getLogger("etude.pods")
 
 
 class Fleet:
-    """Creates and forks pods on one or more hosts. Made by `open_fleet`."""
+    """Creates and forks pods on one or more hosts. Made by `open_fleet`.
 
-    def __init__(self, clients: Sequence[HostClient], local: Host | None = None) -> None:
+    `store` has the images of this machine. `owner` is the run that remote snapshots are taken for.
+    """
+
+    def __init__(self, clients: Sequence[HostClient], store: Store, local: Host | None = None, owner: str = "") -> None:
         if not clients:
             raise InputError("a fleet needs at least one host")
-        self.clients = {client.name: client for client in clients}  # by host name
-        self.local = local
+        self.clients = {client.url: client for client in clients}
+        self.store, self.local, self.owner = store, local, owner
         self.router = PodRouter()
-        self.pod_hosts: dict[str, str] = {}  # pod id -> host name
-        self.transfers: dict[tuple[str, str], asyncio.Task[None]] = {}  # by (snapshot, host)
-        self.report_task: asyncio.Task[None] | None = None
+        self.watch = HostWatch(self.clients, self.router)
+        self.distribution = Distribution(store, self.clients, self.watch.answers)
+        self.pools: dict[PodKind, WarmPool[Pod]] = {}  # of remote pods
+        self.snapshot_hosts: dict[str, str] = {}  # address of the host where this process took a snapshot
+        self.named: dict[str, Image] = {}  # by `name_image`
+        self.resolved: dict[str, tuple[float, Image]] = {}
+        self.closing: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Get the first report of every remote host, and poll them from then on."""
         if self.local is None:
-            await self._poll_hosts()
-            self.report_task = asyncio.create_task(self._poll_loop())
+            await self.watch.start()
 
     async def close(self) -> None:
-        if self.report_task is not None:
-            self.report_task.cancel()
+        await self.watch.close()
+        await asyncio.gather(*(pool.close() for pool in self.pools.values()))
+        if self.closing:
+            await asyncio.wait(self.closing)
+        if self.local is None:
+            await self.distribution.close()
         for client in self.clients.values():
             await client.close()
 
@@ -71,13 +92,28 @@ class Fleet:
         prepare: Prepare | None = None,
         **options: Unpack[PodOptions],
     ) -> Pod:
-        """Create a pod from an image ("host" is this machine's own toolchain) or a snapshot.
+        """Create a pod from an image ("host" is its machine's own toolchain) or a snapshot.
 
         Waits for admission, at most `timeout` seconds. The pod ends after `ttl` seconds. `await prepare(pod)` runs
         before the pod is returned, or has run already in a warm pool; `pod.prepared` is its result.
         """
         if self.local is not None:
             return await self.local.create(image, ttl=ttl, timeout=timeout, prepare=prepare, **options)
+        if isinstance(image, str) and image != "host" and not image.startswith("snap-"):
+            image = await self.resolve(image)
+        pool = self.pools.get(_kind(image, prepare, options)) if ttl is None else None
+        if pool is not None and (pod := self._take(pool)) is not None:
+            return pod
+        return await self._create_prepared(image, ttl, timeout, prepare, **options)
+
+    async def _create_prepared(
+        self,
+        image: str | Image | Snapshot,
+        ttl: float | None,
+        timeout: float | None,
+        prepare: Prepare | None,
+        **options: Unpack[PodOptions],
+    ) -> Pod:
         pod = await self._place(image, ttl, timeout, None, **options)
         if prepare is not None:
             try:
@@ -96,9 +132,11 @@ class Fleet:
         **options: Unpack[PodOptions],
     ) -> Pod:
         """Try hosts, best first, until one has created the pod."""
-        request = self._placement_request(image, parent_host, **options)
+        request = await self._placement_request(image, parent_host, **options)
         deadline = None if timeout is None else time.monotonic() + timeout
+        patience = time.monotonic() + min(PATIENCE_S, math.inf if timeout is None else timeout)
         tried: set[str] = set()
+        lacked: set[str] = set()  # hosts that turned out to lack layers of the image
         while True:
             try:
                 placement = self.router.place(request, exclude=tried)
@@ -108,34 +146,57 @@ class Fleet:
                 tried.clear()
                 await asyncio.sleep(RETRY_S)
                 continue
-            client = self.clients[placement.host]
             try:
-                if placement.transfer and isinstance(image, Snapshot):
-                    await self._ensure_snapshot(image.id, client)
-                left = math.inf if deadline is None else max(0.1, deadline - time.monotonic())
-                wait = min(left, HOST_WAIT_S) if len(self.clients) > 1 else left
-                pod = await client.create(image, ttl=ttl, timeout=None if wait == math.inf else wait, **options)
+                return await self._create_on(placement, image, ttl, deadline, **options)
             except WaitedTooLong:  # the report was too old to show that the host is full
                 self.router.release(placement)
                 if deadline is not None and time.monotonic() > deadline:
                     raise
                 tried.add(placement.host)
-                continue
+            except LayersMissing:
+                self.router.release(placement)
+                self.distribution.forget(self._client(placement.host))
+                if placement.host in lacked:
+                    raise
+                lacked.add(placement.host)
             except (HostGone, OSError, NeverFits) as error:
                 self.router.release(placement)
-                if not isinstance(error, NeverFits):
+                never_fits = isinstance(error, NeverFits)
+                if not never_fits:
                     self.router.mark_failed(placement.host)
                 tried.add(placement.host)
-                if len(tried) == len(self.clients):
+                if len(tried) >= len(self.clients) and (never_fits or time.monotonic() > patience):
                     raise
-                continue
             except BaseException:
                 self.router.release(placement)
                 raise
-            self.pod_hosts[pod.id] = placement.host
-            return pod
 
-    def _placement_request(
+    async def _create_on(
+        self,
+        placement: Placement,
+        image: str | Image | Snapshot,
+        ttl: float | None,
+        deadline: float | None,
+        **options: Unpack[PodOptions],
+    ) -> Pod:
+        """Create a pod on the host of a placement, after what it starts from."""
+        client = self._client(placement.host)
+        if isinstance(image, Image):
+            await self.distribution.bring_image(image, client)
+        elif isinstance(image, Snapshot) and placement.transfer:
+            await self.distribution.bring_snapshot(image.id, client, self._likely(image.id))
+        left = math.inf if deadline is None else max(0.1, deadline - time.monotonic())
+        wait = min(left, HOST_WAIT_S) if len(self.clients) > 1 else left
+        return await client.create(image, ttl=ttl, timeout=None if wait == math.inf else wait, **options)
+
+    def _client(self, name: str) -> HostClient:
+        """Return the client of a host by its name in the router."""
+        for client in self.clients.values():
+            if client.name == name:
+                return client
+        raise HostGone(f"host {name} was restarted")
+
+    async def _placement_request(
         self, image: str | Image | Snapshot, parent_host: str | None, **options: Unpack[PodOptions]
     ) -> PlacementRequest:
         limits, egress = options.get("limits") or Limits(), options.get("egress")
@@ -143,53 +204,37 @@ class Fleet:
         if egress and egress.allow:
             requires.add("egress:transparent" if egress.transparent else "egress:proxy")
         memory = min(EXPECTED_MEMORY, limits.memory or EXPECTED_MEMORY)
-        snapshot = image.id if isinstance(image, Snapshot) else None
-        name = image if isinstance(image, str) else image.id if isinstance(image, Image) else image.image
-        return PlacementRequest(name, memory, snapshot, parent_host, requires=frozenset(requires))
+        if isinstance(image, str):
+            return PlacementRequest(image, memory, None, parent_host, frozenset(requires))
+        if isinstance(image, Image):
+            if image.binds and SYSTEM_LABEL in image.labels:
+                requires.add(f"system:{image.labels[SYSTEM_LABEL]}")
+            holders = await self.distribution.holders(image)
+            return PlacementRequest(image.id, memory, None, parent_host, frozenset(requires), holders)
+        for url in self._likely(image.id):
+            if (report := self.watch.reports.get(url)) is not None:
+                parent_host = parent_host or self.clients[url].name  # reports may be too old to show the snapshot
+                requires.add(system_label(report.system))  # it may be of an image that binds the host's programs
+                break
+        return PlacementRequest(image.image, memory, image.id, parent_host, frozenset(requires))
 
-    async def fork(self, pod: Pod, n: int = 1, kind: SnapshotKind | None = None) -> Sequence[Pod]:
-        """Fork a pod on its own host, or on others when that one is over its pressure ceilings."""
-        host = self.pod_hosts.get(pod.id)
-        if host is None or len(self.clients) == 1:
-            return await pod.fork(n, kind)
+    def _likely(self, snapshot: str) -> list[str]:
+        """Return the addresses of the hosts that have a snapshot, as far as is known."""
+        reported = [url for url, report in self.watch.reports.items() if snapshot in report.snapshots]
+        known = self.snapshot_hosts.get(snapshot)
+        return [*([known] if known else []), *reported]
+
+    async def fork(self, pod: Pod, host: str, n: int = 1, kind: SnapshotKind | None = None) -> Sequence[Pod]:
+        """Fork a remote pod on its own host, given by address, or on others when that is over its ceilings."""
         snapshot = await pod.snapshot(kind)
         options: PodOptions = {"limits": pod.limits, "egress": pod.egress}
+        parent = self.clients[host].name
         try:
-            return await all_or_none(self._place(snapshot, None, None, host, **options) for _ in range(n))
+            return await all_or_none(self._place(snapshot, None, None, parent, **options) for _ in range(n))
         finally:
             await self.remove_snapshot(snapshot.id)
 
-    async def remove_snapshot(self, id: str) -> None:
-        """Remove a snapshot from every host that has it and can be reached."""
-        removing = (client.remove_snapshot(id) for client in self.clients.values())
-        for error in await asyncio.gather(*removing, return_exceptions=True):
-            if error is not None and not isinstance(error, InputError | PodError):  # unknown there, or unreachable
-                raise error
-
-    async def _ensure_snapshot(self, snapshot: str, target: HostClient) -> None:
-        """Transfer a snapshot to `target` once, however many children wait for it there."""
-        key = (snapshot, target.name)
-        if key not in self.transfers:
-            task = self.transfers[key] = asyncio.create_task(self._transfer(snapshot, target))
-            task.add_done_callback(lambda _: self.transfers.pop(key, None))
-        await asyncio.shield(self.transfers[key])
-
-    async def _transfer(self, snapshot: str, target: HostClient) -> None:
-        """Copy a snapshot from a host that has it to `target`."""
-        sources = [report.host for report in self.router.hosts() if snapshot in report.snapshots]
-        # Reports are up to a second old: try the hosts that reported the snapshot first, then all others.
-        for name in dict.fromkeys((*sources, *self.clients)):
-            if name == target.name or name not in self.clients:
-                continue
-            with tempfile.TemporaryDirectory(prefix="etude-snapshot-") as directory:
-                file = Path(directory) / "snapshot.tar"
-                try:
-                    await self.clients[name].export(snapshot, file)
-                except (HostGone, InputError):
-                    continue
-                await target.import_(file)
-                return
-        raise PodError(f"no reachable host has snapshot {snapshot}")
+    # ------------------------------------------------------------------------------------------- warm pools
 
     async def pool(
         self,
@@ -199,31 +244,190 @@ class Fleet:
         prepare: Prepare | None = None,
         **options: Unpack[PodOptions],
     ) -> None:
-        """Keep pods of this kind started in advance on this machine (see `Host.pool`)."""
+        """Keep pods of this kind started in advance (see `Host.pool`); on remote hosts where the router places them."""
+        if self.local is not None:
+            await self.local.pool(image, size, prepare=prepare, **options)
+            return
+
+        def start() -> Awaitable[Pod]:
+            return self._create_prepared(image, None, None, prepare, **options)
+
+        kind = _kind(image, prepare, options)
+        pool = self.pools.setdefault(kind, WarmPool(start))
+        if size == 0:
+            del self.pools[kind]
+        await pool.resize(size)
+
+    def _take(self, pool: WarmPool[Pod]) -> Pod | None:
+        """Return a ready pod of a pool; those whose hosts have died meanwhile are closed."""
+        asyncio.get_running_loop().call_soon(pool.refill)  # once the caller has its pod
+        while (pod := pool.take()) is not None:
+            if pod.connected:
+                return pod
+            task = asyncio.create_task(pod.close())
+            self.closing.add(task)
+            task.add_done_callback(self._closed)
+        return None
+
+    def _closed(self, task: "asyncio.Task[None]") -> None:
+        self.closing.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.info("a pod of a warm pool was lost: %s", error)
+
+    # ------------------------------------------------------------------------------------------- snapshots
+
+    async def remove_snapshot(self, id: str) -> None:
+        """Remove a snapshot from every host that has it and can be reached."""
+        self.snapshot_hosts.pop(id, None)
+        removing = (client.remove_snapshot(id) for client in self.clients.values())
+        for error in await asyncio.gather(*removing, return_exceptions=True):
+            if error is not None and not isinstance(error, InputError | PodError):  # unknown there, or unreachable
+                raise error
+
+    async def snapshots(self) -> set[str]:
+        """Return the snapshots of this fleet's owner on hosts that can be reached; on this machine, all."""
+        if self.local is None and not self.owner:
+            return set()
+        listing = (client.snapshots(self.owner if self.local is None else "") for client in self.clients.values())
+        found = await asyncio.gather(*listing, return_exceptions=True)
+        if unexpected := [each for each in found if isinstance(each, BaseException) and not isinstance(each, PodError)]:
+            raise unexpected[0]
+        return {snapshot.id for each in found if isinstance(each, list) for snapshot in each}
+
+    async def persist(self, id: str) -> None:
+        """Write a snapshot to the disk of its host."""
+        for url in dict.fromkeys((*self._likely(id), *self.clients)):
+            try:
+                await self.clients[url].persist(id)
+            except InputError:  # it has no such snapshot
+                continue
+            return
+        raise InputError(f"there is no snapshot {id}")
+
+    async def fetch_snapshot(self, id: str, above: Sequence[Layer]) -> tuple[Layer, ...]:
+        """Return the layers of a snapshot in the store of this machine; those not among `above` are portable."""
         if self.local is None:
-            raise InputError("remote hosts keep their own warm pools: start `etude pods serve` there with --warm")
-        await self.local.pool(image, size, prepare=prepare, **options)
+            return (await self.distribution.fetch_snapshot(id)).layers
+        layers = self.store.snapshot(id).image.layers
+        return tuple([each if each in above else await asyncio.to_thread(self.store.portable, each) for each in layers])
 
-    # ------------------------------------------------------------------------------------------- hosts
+    # ------------------------------------------------------------------------------------------- images
 
-    async def _poll_loop(self) -> None:
-        while True:
-            await asyncio.sleep(REPORT_INTERVAL_S)
-            await self._poll_hosts()
+    async def resolve(self, name: str) -> Image:
+        """Return the image of a name: on this machine, or the one that it and the hosts have."""
+        if self.local is not None:
+            return self.local.resolve(name)
+        if name in self.named:
+            return self.named[name]
+        until, image = self.resolved.get(name, (0.0, None))
+        if image is None or time.monotonic() > until or not await self.distribution.exists(image):
+            image = await (_patiently(self._host_image) if name == "host" else self.distribution.find_image(name))
+            self.resolved[name] = (time.monotonic() + RESOLVED_S, image)
+        return image
 
-    async def _poll_hosts(self) -> None:
-        async def poll(client: HostClient) -> None:
-            with contextlib.suppress(PodError, OSError, TimeoutError):  # the router excludes a host without reports
-                report = await asyncio.wait_for(client.report(), REPORT_TIMEOUT_S)
-                if report.host != client.name:  # the host was restarted at the same address
-                    self.clients[report.host] = self.clients.pop(client.name)
-                    renamed = {id: report.host for id, host in self.pod_hosts.items() if host == client.name}
-                    self.pod_hosts.update(renamed)
-                    self.router.forget(client.name)
-                    client.name = report.host
-                self.router.report(report)
+    async def _host_image(self) -> Image:
+        """Return the image of the system that most hosts have, as the first of them has it."""
+        failures = []
+        system = self.system
+        for client in self.watch.usable():
+            try:
+                if self.watch.reports[client.url].system == system:
+                    return await client.image("host")
+            except HostGone as error:
+                failures.append(str(error))
+        raise HostGone("; ".join(["no pod host can be reached", *failures]))
 
-        await asyncio.gather(*(poll(client) for client in list(self.clients.values())))
+    async def known_image(self, name: str) -> Image | None:
+        """Return the image that `name_image` made known, if its layers still exist somewhere."""
+        if self.local is not None:
+            try:
+                return self.store.image(name)
+            except InputError:
+                return None
+        image = self.named.get(name)
+        return image if image is not None and await self.distribution.exists(image) else None
+
+    def name_image(self, image: Image) -> None:
+        """Let `resolve` know an image by its name: in the store of this machine, or in this fleet."""
+        if self.local is not None:
+            self.store.add_image(image)
+        else:
+            self.named[image.name] = image
+
+    async def keep_image(self, image: Image) -> Image:
+        """Add an image to the store of this machine, with all its layers."""
+        await self.fetch_image(image)
+        return await asyncio.to_thread(self.store.add_image, image)
+
+    async def fetch_image(self, image: Image) -> None:
+        """Bring the layers of an image to the store of this machine."""
+        if self.local is None:
+            await self.distribution.fetch_image(image)
+
+    async def build(self, key: str, work: Callable[[LayerBuilder], Awaitable[T]]) -> T:
+        """Call `work` with a builder: equal keys with that of the same host, so that equal builds run once."""
+        if self.local is not None:
+            return await work(self.local.builder)
+        return await _patiently(lambda: self._build_on_host(key, work))
+
+    async def _build_on_host(self, key: str, work: Callable[[LayerBuilder], Awaitable[T]]) -> T:
+        system, failures = self.system, list[str]()
+
+        def rank(client: HostClient) -> tuple[bool, bytes]:
+            other_system = self.watch.reports[client.url].system != system
+            return other_system, hashlib.sha256(f"{key} {client.url}".encode()).digest()
+
+        for client in sorted(self.watch.usable(), key=rank):
+            try:
+                return await work(client.builder(self.distribution, self.watch.reports[client.url].system))
+            except HostGone as error:
+                self.router.mark_failed(client.name)
+                failures.append(str(error))
+        raise HostGone("; ".join(["no pod host can build an image", *failures]))
+
+    @property
+    def system(self) -> HostSystem:
+        """The system of this machine, or the one that most of the hosts have."""
+        return host_system() if self.local is not None else self.watch.system()
+
+    def own_address(self) -> str:
+        """Return the address of this machine at which the hosts of pods reach it."""
+        if self.local is not None:
+            return "127.0.0.1"
+        parts = urlsplit(next(iter(self.watch.usable() or self.clients.values())).url)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probing:  # nothing is sent
+            try:
+                probing.connect((parts.hostname, parts.port or 443))
+            except OSError as error:
+                raise InputError(f"host {parts.geturl()} has no IPv4 address that can be reached: {error}") from None
+            return str(probing.getsockname()[0])
+
+    def possible_limits(self) -> frozenset[str]:
+        """Return the limits that a pod can have on some host."""
+        if self.local is not None:
+            return self.local.backend.capabilities.limits
+        labels = Counter(label for report in self.watch.reports.values() for label in report.capabilities)
+        return frozenset(label.removeprefix("limit:") for label in labels if label.startswith("limit:"))
+
+
+async def _patiently(work: Callable[[], Awaitable[T]]) -> T:
+    """Return what `work` returns; while no host answers, call it again for a while."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return await work()
+        except HostGone:
+            if time.monotonic() > deadline:
+                raise
+        await asyncio.sleep(RETRY_S)
+
+
+def _kind(image: str | Image | Snapshot, prepare: Prepare | None, options: PodOptions) -> PodKind:
+    """Return the kind of pods that a request for a remote pod can claim."""
+    name = image if isinstance(image, str) else image.id
+    env = "".join(f" {key}={value}" for key, value in sorted((options.get("env") or {}).items()))
+    limits, egress = options.get("limits") or Limits(), options.get("egress") or Egress()
+    return PodKind(name + env, limits, egress, options.get("storage", "memory"), prepare)
 
 
 def default_state() -> Path:
@@ -236,10 +440,7 @@ def default_state() -> Path:
 
 def check_isolation(backend: str, capabilities: Capabilities) -> None:
     """Raise Unsupported if the option of this environment refuses what a backend isolates less than the strongest."""
-    wanted = os.environ.get(ISOLATION_OPTION, "any")
-    if wanted not in ("any", "strong"):
-        raise InputError(f"{ISOLATION_OPTION}={wanted}: expected any or strong")
-    if wanted == "strong" and (weak := capabilities.lacks(isolation=True)):
+    if strong_isolation() and (weak := capabilities.lacks(isolation=True)):
         raise Unsupported(
             f"{ISOLATION_OPTION}=strong refuses the {backend} backend here, without {'; '.join(weak)}: "
             "`etude pods doctor` says why; run the service as root, or unset the option"
@@ -269,25 +470,33 @@ async def open_fleet(
     backend: str = "auto",
     *,
     state: Path | str | None = None,
-    hosts: Sequence[str] | None = None,
-    token: str = "",
+    pods: PodSettings | None = None,
+    owner: str = "",
     thresholds: Thresholds | None = None,
 ) -> AsyncIterator[Fleet]:
-    """Open a fleet on this machine or on `hosts` (URLs of `etude pods serve`); close it and its pods on exit."""
-    if isinstance(hosts, str) or (hosts is not None and not hosts):
-        raise InputError(f"hosts is {hosts!r}; expected a list of URLs, or None for pods on this machine")
-    if hosts:
-        from etude.pods.remote.client import RemoteHostClient
+    """Open a fleet on this machine, or on the hosts that `pods` names; close it and its pods on exit.
 
-        clients = [await RemoteHostClient.open(url, token, required=False) for url in hosts]
-        fleet = Fleet(clients)
-        for client in clients:
-            client.fleet = fleet  # so that pods there can fork to the other hosts
+    With hosts, the store in `state` has the images of this machine. `owner` names the run whose processes take
+    snapshots there: `Fleet.snapshots` has those of all of them.
+    """
+    if pods is not None and pods.hosts:
+        fleet = _remote_fleet(pods, Path(state or default_state()).absolute(), owner)
     else:
         local = await open_host(backend, state, thresholds)
-        fleet = Fleet([LocalHostClient(local)], local)
+        fleet = Fleet([LocalHostClient(local)], local.store, local)
     try:
         await fleet.start()
         yield fleet
     finally:
         await fleet.close()
+
+
+def _remote_fleet(pods: PodSettings, state: Path, owner: str) -> Fleet:
+    from etude.pods.remote.client import RemoteHostClient
+
+    token, tls = pods.token(), pods.tls()
+    clients = [RemoteHostClient(url, token, pods.lease_s, tls) for url in pods.hosts]
+    fleet = Fleet(clients, Store(state / "store"), owner=owner)
+    for client in clients:
+        client.fleet = fleet  # so that pods there can fork to the other hosts
+    return fleet

@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any, TypedDict, TypeVar, Unpack
 
 from etude.errors import BusyError, InputError
-from etude.pods.images.records import Image, Layer
+from etude.pods.host_system import host_system
+from etude.pods.images.builder import StoreBuilder
+from etude.pods.images.records import Image, Layer, SnapshotRecord
 from etude.pods.images.sources import host_image
 from etude.pods.images.store import Store
 from etude.pods.images.trees import remove_tree
@@ -65,12 +67,13 @@ class Host:
         self.snapshot_locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by pod id
         self.foreign_pods: set[str] = set()  # ids of pods owned by another live process
         self.reservations: dict[str, Reservation] = {}
-        self.pools: dict[PodKind, WarmPool] = {}
+        self.pools: dict[PodKind, WarmPool[LocalPod]] = {}
         self.tasks: set[asyncio.Task[Any]] = set()  # finite; awaited by `close`
         self.timers: set[asyncio.Task[Any]] = set()  # cancelled by `close`
         self.draining = False
         self.registry = PodRegistry(state)
         self.layers = MemoryLayers(backend, store, self.registry)
+        self.builder = StoreBuilder(store, self)
         self.owner = backend.owner = self.registry.owner
         self.host_image: Image | None = None
         self.host_image_checked = -HOST_IMAGE_MAX_AGE_S
@@ -258,7 +261,7 @@ class Host:
         def start() -> Coroutine[Any, Any, LocalPod]:
             return self._create_cold(self._spec(image, **options), prepare=prepare, background=True)
 
-        pool = self.pools.setdefault(kind, WarmPool(first.image, start))
+        pool = self.pools.setdefault(kind, WarmPool(start, first.image))
         if size == 0:
             del self.pools[kind]
         await pool.resize(size)
@@ -410,9 +413,34 @@ class Host:
         before = saved.image.layers
         layers = tuple([await self.backend.persist(layer) if layer.memory else layer for layer in before])
         snapshot = replace(saved.snapshot, durable=True)
-        self.store.save_snapshot(snapshot, replace(saved.image, layers=layers))
+        image = replace(saved.image, layers=layers)
+        self.store.save_snapshot(snapshot, image, owner=saved.owner, lease=saved.lease)
         self.layers.ref(before, -1)
         return snapshot
+
+    async def portable(self, image: Image) -> Image:
+        """Return an image as other hosts can have it: its layers have the digests of their contents as ids."""
+        found = []
+        for layer in image.layers:
+            known = self.store.known_portable(layer)
+            if known is None and layer.memory:
+                copy = await self.backend.persist(layer)
+                known = await asyncio.to_thread(self.store.portable, layer, copy)
+                await asyncio.to_thread(self.store.discard_layers, [copy])
+            found.append(known or await asyncio.to_thread(self.store.portable, layer))
+        return image.with_(layers=tuple(found))
+
+    async def portable_snapshot(self, id: str) -> SnapshotRecord:
+        """Return the record of a snapshot as other hosts can have it."""
+        saved = self.store.snapshot(id)
+        image = replace(await self.portable(saved.image), id=saved.image.id)
+        return replace(saved, snapshot=replace(saved.snapshot, durable=True), image=image)
+
+    async def remove_expired_snapshots(self) -> None:
+        """Remove the snapshots whose lease has ended: the runs that took them are over."""
+        for id in await asyncio.to_thread(self.store.expired_snapshots):
+            with contextlib.suppress(InputError):
+                await self.remove_snapshot(id)
 
     async def collect_garbage(self, grace: float = 60.0) -> dict[str, list[str]]:
         """Remove pods without an owner and layers without a reference. Return the ids of both."""
@@ -510,6 +538,7 @@ class Host:
         """Return this host's state for the router."""
         pressure, warm = read_pressure(self.state), Counter[str]()
         for pool in self.pools.values():  # a placement request names its image by id or by name
+            assert pool.image is not None
             warm.update(dict.fromkeys({pool.image.id, pool.image.name}, len(pool.ready)))
         return HostReport(
             host=self.name,
@@ -517,7 +546,9 @@ class Host:
             pods=len(self.admission),
             max_pods=self.admission.thresholds.max_pods,
             memory_free=self.admission.free_memory(),
-            capabilities=capability_labels(self.backend.name, self.backend.capabilities),
+            capabilities=capability_labels(self.backend.name, self.backend.capabilities, host_system()),
+            system=host_system(),
+            lacks=tuple(self.backend.capabilities.lacks(isolation=True)),
             images=frozenset({"host", *(name for image in self.store.images() for name in (image.id, image.name))}),
             snapshots=frozenset(saved.snapshot.id for saved in self.store.snapshots()),
             warm=dict(warm),  # asdict would count the items of a Counter

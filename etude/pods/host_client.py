@@ -6,21 +6,32 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Unpack
+from typing import TYPE_CHECKING, Unpack
 
 from etude.errors import InputError
 from etude.pods.host import Host, PodOptions
-from etude.pods.images.records import Image
+from etude.pods.host_system import HostSystem
+from etude.pods.images.builder import LayerBuilder
+from etude.pods.images.records import Image, SnapshotRecord, check_travelled
+from etude.pods.images.transfer import LayerPeer, StorePeer
 from etude.pods.pod import Egress, Event, Limits, Pod, PodError, Snapshot
 from etude.pods.runtime.backend import LocalPod, PodSpec, Storage
 from etude.pods.scheduling.router import HostReport
 
-TOKEN_VARIABLE = "ETUDE_PODS_TOKEN"
+if TYPE_CHECKING:
+    from etude.pods.distribution import Distribution
+
 TOKEN_FILE = "serve-token"  # in the state directory
 
 
 class HostGone(PodError):
     """A host does not answer: its pods are unreachable, and new ones are created elsewhere."""
+
+
+class HostRefused(HostGone):
+    """A host answers, but cannot be used: another token or release, or a certificate that is not trusted."""
+
+    exit_code = InputError.exit_code
 
 
 @dataclass(frozen=True)
@@ -60,6 +71,8 @@ class HostClient(ABC):
     """A host and its pods, snapshots and images."""
 
     name: str
+    url: str  # its address; empty for the host in this process
+    layers: LayerPeer  # of its store
 
     @abstractmethod
     async def report(self) -> HostReport:
@@ -88,10 +101,27 @@ class HostClient(ABC):
     async def events(self, id: str) -> Sequence[Event]: ...
 
     @abstractmethod
-    async def snapshots(self) -> list[Snapshot]: ...
+    async def snapshots(self, owner: str = "") -> list[Snapshot]:
+        """Return the snapshots that were taken for an owner, or all."""
 
     @abstractmethod
     async def images(self) -> list[ImageDescription]: ...
+
+    @abstractmethod
+    async def image(self, name: str) -> Image:
+        """Return an image by its name or id, as other hosts can have it."""
+
+    @abstractmethod
+    def builder(self, distribution: "Distribution", system: HostSystem) -> LayerBuilder:
+        """Return a builder of images on the host, which has a system; `distribution` brings what a build needs."""
+
+    @abstractmethod
+    async def portable_snapshot(self, id: str) -> SnapshotRecord:
+        """Return the record of a snapshot as other hosts can have it."""
+
+    @abstractmethod
+    async def add_snapshot(self, record: SnapshotRecord) -> None:
+        """Add a snapshot of another host, whose layers are here."""
 
     @abstractmethod
     async def persist(self, id: str) -> Snapshot:
@@ -117,7 +147,7 @@ class LocalHostClient(HostClient):
     """Client of the host in this process."""
 
     def __init__(self, host: Host) -> None:
-        self.host, self.name = host, host.name
+        self.host, self.name, self.url, self.layers = host, host.name, "", StorePeer(host.store)
 
     async def report(self) -> HostReport:
         return self.host.report()
@@ -159,12 +189,27 @@ class LocalHostClient(HostClient):
         created = Event(pod.spec.created, "created", {"image": pod.image})
         return [created, *(event for event in pod.events() if event.kind != "created")]
 
-    async def snapshots(self) -> list[Snapshot]:
-        return [saved.snapshot for saved in self.host.store.snapshots()]
+    async def snapshots(self, owner: str = "") -> list[Snapshot]:
+        found = await asyncio.to_thread(self.host.store.snapshots)
+        return [saved.snapshot for saved in found if owner in ("", saved.owner)]
 
     async def images(self) -> list[ImageDescription]:
         found = self.host.store.images()
         return [ImageDescription(image.id, image.name, len(image.layers), image.workdir) for image in found]
+
+    async def image(self, name: str) -> Image:
+        return (await self.host.portable(self.host.resolve(name))).named(name)
+
+    def builder(self, distribution: "Distribution", system: HostSystem) -> LayerBuilder:
+        return self.host.builder
+
+    async def portable_snapshot(self, id: str) -> SnapshotRecord:
+        return await self.host.portable_snapshot(id)
+
+    async def add_snapshot(self, record: SnapshotRecord) -> None:
+        image = check_travelled(record.image, f"snapshot {record.snapshot.id}")
+        save = self.host.store.save_snapshot
+        await asyncio.to_thread(save, record.snapshot, image, owner=record.owner, lease=record.lease)
 
     async def persist(self, id: str) -> Snapshot:
         return await self.host.persist(id)

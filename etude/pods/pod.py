@@ -241,6 +241,11 @@ class Pod(ABC):
     default_command: Sequence[str] = ()  # of its image
     prepared: Any = None  # result of the `prepare` that it was created with
 
+    @property
+    def connected(self) -> bool:
+        """Whether the pod can be reached, as far as is known."""
+        return True
+
     # -- commands
 
     @abstractmethod

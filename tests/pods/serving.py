@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ from etude.pods.fleet import open_host
 from etude.pods.remote.client import RemoteHostClient
 from etude.pods.runtime.namespaces import ZYGOTE
 from etude.pods.runtime.probe import probe
+from etude.pods.settings import PodSettings
 
 ROOT = Path(__file__).parent.parent.parent
 TOKEN = "a-token-for-tests-0123456789"
@@ -90,17 +91,17 @@ def left_behind(state: Path) -> list[str]:
 class Server:
     """A running `etude pods serve` on its own port."""
 
-    def __init__(self, state: Path, *options: str) -> None:
-        self.state, self.options, self.url = state, options, "http://127.0.0.1:0"
+    def __init__(self, state: Path, *options: str, address: str = "127.0.0.1", prefix: Sequence[str] = ()) -> None:
+        self.state, self.options, self.url, self.prefix = state, options, f"http://{address}:0", prefix
         self.process: subprocess.Popen[str] | None = None
         self.start()
 
     def start(self) -> None:
         """Start the server; a restart uses the same address."""
-        listen = self.url.removeprefix("http://")
+        listen = self.url.partition("://")[2]
         command = [sys.executable, "-m", "etude.cli", "pods", "serve", "--backend", "namespace", "--listen", listen]
         self.process = subprocess.Popen(
-            [*command, "--state", str(self.state), *self.options],
+            [*self.prefix, *command, "--state", str(self.state), *self.options],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -108,7 +109,9 @@ class Server:
         )
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        assert line.startswith("http://"), line + self.process.stdout.read()
+        while "warning: no TLS" in line:
+            line = self.process.stdout.readline()
+        assert line.startswith(("http://", "https://")), line + self.process.stdout.read()
         self.url = line.split()[0]
 
     def end(self, number: int = signal.SIGTERM) -> int:
@@ -121,11 +124,11 @@ class Server:
 
 
 @contextlib.contextmanager
-def server(*options: str) -> Iterator[Server]:
+def server(*options: str, **place: Any) -> Iterator[Server]:
     """Run a server with its own state directory; check afterwards that nothing is left of either."""
     need_namespaces()
     with state_directory() as state:
-        running = Server(state, *options)
+        running = Server(state, *options, **place)
         try:
             yield running
         finally:
@@ -133,11 +136,39 @@ def server(*options: str) -> Iterator[Server]:
                 running.end()
 
 
+@functools.cache
+def token_file(token: str) -> Path:
+    """Return a file with a token."""
+    path = Path(tempfile.mkdtemp(prefix="etude-token-")) / "token"
+    path.write_text(f"{token}\n")
+    return path
+
+
+def settings_of(*urls: str, token: str = TOKEN, **values: Any) -> PodSettings:
+    """Return the settings with which a fleet uses hosts."""
+    return PodSettings(hosts=urls, token_file=token_file(token), **values)
+
+
+async def open_client(url: str, **values: Any) -> RemoteHostClient:
+    return await RemoteHostClient.open(url, settings_of(url, **values))
+
+
+async def wait_until_empty(running: Server, seconds: float = 120.0) -> None:
+    """Wait until a server has no pods; those of dead clients end with their lease."""
+    client, deadline = await open_client(running.url), time.monotonic() + seconds
+    try:
+        while pods := await client.pods():
+            assert time.monotonic() < deadline, pods
+            await asyncio.sleep(0.1)
+    finally:
+        await client.close()
+
+
 def with_client(running: Server, work: Callable[[RemoteHostClient], Awaitable[T]], **options: Any) -> T:
     """Run `work` with a client of a server; close every pod it created."""
 
     async def inside() -> T:
-        client = await RemoteHostClient.open(running.url, TOKEN, **options)
+        client = await open_client(running.url, **options)
         try:
             return await work(client)
         finally:

@@ -122,7 +122,7 @@ def test_programs_of_other_images_trust_both_bundles(tmp_path: Path, monkeypatch
                     assert await child.diff() == {}
                     await child.close()
                 images = {"own-root": image}
-                build_ = functools.partial(build, fleet, fleet.local.store, tmp_path / "Dockerfile", tmp_path, images)
+                build_ = functools.partial(build, fleet.local.builder, tmp_path / "Dockerfile", tmp_path, images)
                 made = await build_({"URL": urls[1]}, egress)
                 assert "SSL_CERT_FILE" not in made.env
                 async with await fleet.create(made) as pod:

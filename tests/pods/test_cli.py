@@ -129,7 +129,7 @@ BAD = (
     (("close",), "give pod ids, or --all"),
     (("serve", "--token-file", os.devnull), "openssl"),
     (("serve", "--no-token", "--listen", "0.0.0.0:0"), "needs a token"),
-    (("ps", "--host", "ftp://x"), "expected the address"),
+    (("ps", "--host", "ftp://x"), "is not the address"),
     (("image", "add", "x"), "give one of"),
     (("doctor", "--backend", "x"), "expected one of all"),
 )
@@ -244,6 +244,40 @@ def test_every_command_works_on_a_remote_host(state: Path, tmp_path: Path) -> No
         assert there("ps") == "no pods"
         wrong = pods(state, "ps", "--host", running.url, ETUDE_PODS_TOKEN="x" * len(TOKEN))
         assert (wrong.returncode, "token" in wrong.stderr) == (2, True)
+
+
+@pytest.mark.slow
+def test_an_operator_looks_after_several_hosts(state: Path) -> None:
+    with server() as first, server("--max-pods", "5") as second:
+        both = ("--host", first.url, "--host", second.url)
+        ids = {}
+        for host in (first, second):
+            started = pods(state, "run", "-d", "--host", host.url, "--", "sleep", "600")
+            ids[host.url] = started.stdout.strip()
+        assert {row["host"]: row["id"] for row in json.loads(fine(state, "ps", *both, "--json"))} == ids
+        listed = fine(state, "ps", *both).splitlines()
+        assert [line.split()[:2] for line in listed[1:]] == [[url, id] for url, id in ids.items()]
+        one_gone = pods(state, "ps", "--host", "http://127.0.0.1:9", *both, "--json")
+        assert (one_gone.returncode, len(json.loads(one_gone.stdout))) == (1, 2)
+        assert (
+            one_gone.stderr.strip() == "etude: host http://127.0.0.1:9 does not answer: All connection attempts failed"
+        )
+        assert fine(state, "drain", "--host", second.url) == f"{second.url} takes no new pods"
+        refused = pods(state, "run", "--host", second.url, "--", "true")
+        assert "is draining and takes no new pods" in refused.stderr
+        text = fine(state, "doctor", *both)
+        for words in (
+            f"{first.url} takes pods, 1 of at most",
+            f"{second.url} draining: takes no new pods, 1 of at most 5",
+        ):
+            assert words in text, text
+        assert text.count("namespace   works") == text.count("system      ") == 2
+        found = json.loads(fine(state, "doctor", *both, "--json"))
+        assert [found[host.url]["report"]["draining"] for host in (first, second)] == [False, True]
+        fine(state, "drain", "--off", "--host", second.url)
+        assert pods(state, "run", "--host", second.url, "--", "true").returncode == 0
+        for host in (first, second):
+            fine(state, "close", "--all", "--host", host.url)
 
 
 def test_doctor_reports_what_works_and_why(state: Path) -> None:

@@ -9,14 +9,17 @@ import os
 import secrets
 import stat
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from etude.errors import InputError
+from etude.pods.images import builder as builder_module
 from etude.pods.images import trees
-from etude.pods.images.context import DockerIgnore
+from etude.pods.images.builder import CopyStep, StoreBuilder, pack_sources, unpack_sources
+from etude.pods.images.context import CopySource, DockerIgnore, archive_source, from_context
 from etude.pods.images.dockerfile import build
 from etude.pods.images.instructions import Heredoc, expand, pairs, parse, substitute, words
 from etude.pods.images.layers import LayerStack
@@ -150,7 +153,7 @@ class FakeFleet:
         self.runs: list[tuple[list[str], dict[str, Any]]] = []
         self.egress: list[Egress] = []
 
-    async def create(self, *, image: Image, storage: str, egress: Egress) -> Any:
+    async def create(self, image: Image, *, storage: str, egress: Egress) -> Any:
         assert storage == "disk"
         self.open += 1
         self.egress.append(egress)
@@ -184,7 +187,11 @@ class Builder:
         self.file.write_text(text)
         made = asyncio.run(
             build(
-                self.fleet, self.store, self.file, self.context, options.pop("base_images", {"base": "base"}), **options
+                StoreBuilder(self.store, self.fleet),
+                self.file,
+                self.context,
+                options.pop("base_images", {"base": self.base}),
+                **options,
             )
         )
         assert self.fleet.open == 0
@@ -325,6 +332,24 @@ def test_add_unpacks_archives_and_copy_does_not(builder: Builder) -> None:
             builder.build(f"FROM base\nADD {address} /x\n")
 
 
+def test_an_archive_is_unpacked_for_a_new_layer_only(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> None:
+    unpacked: list[str] = []
+
+    def unpack(source: CopySource, staging: Path) -> CopySource:
+        unpacked.append(source.name)
+        return archive_source(source, staging)
+
+    monkeypatch.setattr(builder_module, "archive_source", unpack)
+    for text in (b"x", b"y", b"y"):
+        with tarfile.open(builder.context / "a.tar", "w") as tar:
+            member = tarfile.TarInfo("file")
+            member.size = 1
+            tar.addfile(member, io.BytesIO(text))
+        image = builder.build("FROM base\nADD a.tar /out/\n")
+        assert builder.look(image).read("/out/file") == text
+    assert unpacked == ["a.tar", "a.tar"]
+
+
 def test_sources_never_leave_the_context(builder: Builder, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("s")
     (builder.context / "out").symlink_to(tmp_path)
@@ -368,6 +393,31 @@ def test_a_hostile_source_pattern_ends(builder: Builder) -> None:
     (builder.context / ("a" * 255)).touch()
     with pytest.raises(InputError, match="is not in the context"):  # hours, translated to a regular expression
         builder.build(f"FROM base\nCOPY {'a*' * 30}b /x\n")
+
+
+def test_sources_that_travel_as_a_layer_make_the_same_layer(builder: Builder, tmp_path: Path) -> None:
+    tree = builder.context / "d"
+    (tree / "sub").mkdir(parents=True)
+    (tree / "sub/x").write_text("x")
+    (tree / "link").symlink_to("sub")
+    (tree / "drop.log").write_text("")
+    (builder.context / "f").write_text("f")
+    (builder.context / ".dockerignore").write_text("**/*.log\n")
+    os.chmod(tree / "sub/x", 0o4750)
+    os.chmod(tree / "sub", 0o2755)
+    ignore = DockerIgnore.read(builder.context)
+    sources = [each for name in ("d", "f") for each in from_context(builder.context, name, ignore, "")]
+    other = Store(tmp_path / "other")
+    layer = pack_sources(other, sources)
+    assert layer == pack_sources(builder.store, sources)
+    arrived = unpack_sources(other, layer, [(each.name, False) for each in sources])
+    step = CopyStep(builder.base, "key", "/t/", into=True)
+    made = asyncio.run(StoreBuilder(builder.store, builder.fleet).copy(step, sources))
+    again = asyncio.run(StoreBuilder(builder.store, builder.fleet).copy(replace(step, key="other"), arrived))
+    assert made == again
+    found = builder.look(made).locate("/t/sub/x")[1].info
+    assert found is not None
+    assert stat.S_IMODE(found.st_mode) == 0o4750
 
 
 def test_dockerignore_excludes_files(builder: Builder) -> None:

@@ -36,8 +36,9 @@ def test_an_image_is_built_in_pods_and_cached(tmp_path: Path) -> None:
             store = fleet.local.store
             base_images = {"host": host_image(store)}
             dockerfile, context = tmp_path / "Dockerfile", tmp_path / "context"
-            first = await build(fleet, store, dockerfile, context, base_images, {"SUFFIX": "end"})
-            second = await build(fleet, store, dockerfile, context, base_images, {"SUFFIX": "end"})
+            builder = fleet.local.builder
+            first = await build(builder, dockerfile, context, base_images, {"SUFFIX": "end"})
+            second = await build(builder, dockerfile, context, base_images, {"SUFFIX": "end"})
             assert first == second, "the random bytes are those of the first build: nothing ran again"
             async with await fleet.create(image=first) as pod:
                 done = await pod.exec("cat final.txt greeting; ls -d /made 2>/dev/null; echo $GREETING; pwd")

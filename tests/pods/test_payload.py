@@ -1,22 +1,21 @@
-"""Our code as one zip file for a pod: the same bytes from the same sources, complete, and standard library only."""
+"""Our code as one program for a pod: complete, standard library only, and out of the reach of its directory."""
 
 import ast
-import io
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
+from interpreters import interpreters
 
 from etude.harness.toolserver import client
-from etude.pods.payload import Payload, pack, source_files
+from etude.pods.payload import START, pack, source_files
 from etude.tasks.checks import PROGRAM as VERIFIER
 
 PAYLOADS = {
-    "tool server": client.program(),
-    "verifier": pack(*VERIFIER),
-    "leak scan": pack("etude.tasks.leak_scan:main"),
+    "tool server": client.PROGRAM,
+    "verifier": VERIFIER,
+    "leak scan": ("etude.tasks.leak_scan:main",),
 }
 
 
@@ -25,10 +24,10 @@ IMAGE = {"pytest", "_pytest", "coverage"}  # packages of the image, imported onl
 
 @pytest.mark.parametrize("name", PAYLOADS)
 def test_a_payload_imports_only_the_standard_library_and_its_own_modules(name: str) -> None:
-    archive = zipfile.ZipFile(io.BytesIO(PAYLOADS[name].data))
-    own = {path[:-3].replace("/", ".").removesuffix(".__init__") for path in archive.namelist() if path.endswith(".py")}
-    for path in archive.namelist():
-        tree = ast.parse(archive.read(path) if path.endswith(".py") else b"", feature_version=(3, 8))
+    sources = source_files(*PAYLOADS[name])
+    own = {path[:-3].replace("/", ".").removesuffix(".__init__") for path in sources}
+    for path, source in sources.items():
+        tree = ast.parse(source, feature_version=(3, 8))
         for node in ast.walk(tree):
             found = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             found += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -37,46 +36,34 @@ def test_a_payload_imports_only_the_standard_library_and_its_own_modules(name: s
                 assert top in sys.stdlib_module_names or top in IMAGE or module in own, f"{path} imports {module}"
 
 
-def test_the_bytes_are_the_same_from_the_same_sources() -> None:
-    first = client.program()
-    pack.cache_clear()
-    assert client.program() == first
-    assert len(first.data) < 500_000
-    sources = source_files(*VERIFIER)
-    assert [path for path in sources if not path.endswith(".py")] == []
-    packed = zipfile.ZipFile(io.BytesIO(pack(*VERIFIER).data))
-    assert {name: packed.read(name).decode() for name in packed.namelist() if name.endswith(".py")} == sources
-
-
-PROGRAM = """import sys
+PROGRAM = """import json, os, sys
 from packed.part import NUMBER
 def main():
-    print(__name__, sys.argv[1])
+    print(__name__, sys.argv, sys.stdin.read())
     return NUMBER
 """
 
 
-def run(payload: Payload, tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    (tmp_path / "program.pyz").write_bytes(payload.data)
-    command = [sys.executable, "-I", "-S", str(tmp_path / "program.pyz"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-
-
-def test_it_runs_the_function_under_its_own_name_and_exits_with_its_result(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> bytes:
     package = tmp_path / "packed"
     package.mkdir()
     (package / "__init__.py").write_text("")
     (package / "part.py").write_text("NUMBER = 3\n")
-    program = (
-        "import sys\nfrom packed.part import NUMBER\ndef main():\n    print(__name__, sys.argv[1])\n    return NUMBER\n"
-    )
-    (package / "program.py").write_text(program)
+    (package / "program.py").write_text(PROGRAM)
     monkeypatch.syspath_prepend(str(tmp_path))
-    payload = pack("packed.program:main", "packed.part")
-    done = run(payload, tmp_path, "x")
-    assert (done.stdout, done.returncode) == ("packed.program x\n", 3), done.stderr
+    return pack("packed.program:main", "packed.part")
+
+
+@pytest.mark.parametrize("python", interpreters())
+def test_it_runs_under_its_own_name_and_reads_what_follows(python: str, packed: bytes, tmp_path: Path) -> None:
+    for name in ("os", "packed", "json"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('imported from the current directory')\n")
+    for flags in (["-I", "-S"], ["-s", "-S", "-B"]):
+        command = [python, *flags, "-c", START, "/here/it", "x"]
+        done = subprocess.run(command, input=packed + b"rest", capture_output=True, cwd=tmp_path)
+        printed = b"packed.program ['/here/it', 'x'] rest\n"
+        assert (done.stdout, done.returncode) == (printed, 3), done.stderr.decode()
 
 
 def test_a_module_without_source_is_named() -> None:

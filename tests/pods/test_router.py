@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.errors import InputError
+from etude.pods.host_system import HostSystem
 from etude.pods.pod import Capabilities
 from etude.pods.remote.messages import parse, to_json
 from etude.pods.scheduling.pressure import Pressure
@@ -70,6 +71,17 @@ def test_only_a_host_with_the_image_is_chosen(clock: Clock) -> None:
     assert made.place(replace(ONE, image="lost", snapshot="s")).host == "c"
     with pytest.raises(NoHost, match=r"a pod of lost .*: 3 without the image; waiting will not help"):
         made.place(replace(ONE, image="lost"))
+
+
+def test_an_image_that_can_be_sent_goes_to_other_hosts_when_those_that_have_it_are_busy(clock: Clock) -> None:
+    sendable = replace(ONE, image="digest", holders=frozenset({"b"}))
+    made = router(clock, report("a"), report("b"), report("c", draining=True))
+    placed = Counter(made.place(sendable).host for _ in range(60))
+    assert placed["b"] > placed["a"] > 0
+    assert router(clock, report("a")).place(sendable).host == "a"
+    of_system = replace(sendable, requires=frozenset({"system:debian 12"}))
+    made = router(clock, report("a", capabilities=frozenset({"system:debian 12"})), report("b"))
+    assert made.place(of_system).host == "a"
 
 
 def test_a_warm_pod_is_better_than_an_image_and_is_used_once(clock: Clock) -> None:
@@ -186,7 +198,7 @@ def test_busy_cores_are_the_last_choice_but_better_than_none(clock: Clock) -> No
 
 def test_required_capabilities_select_hosts(clock: Clock) -> None:
     can = capability_labels(
-        "fire", Capabilities("vm", limits=frozenset({"disk"}), snapshots=frozenset({"full"}), users=True)
+        "fire", Capabilities("vm", limits=frozenset({"disk"}), snapshots=frozenset({"full"}), users=True), HostSystem()
     )
     assert can >= {"backend:fire", "isolation:vm", "limit:disk", "snapshot:full", "images", "users"}
     made = router(clock, report("plain"), report("vm", capabilities=can))
@@ -239,7 +251,7 @@ def test_a_report_survives_json_and_another_version_is_refused() -> None:
     assert parse(HostReport, json.dumps(to_json(sent)).encode(), "report") == sent
     with pytest.raises(InputError, match=r"report: pods is 'many'; Input should be a valid integer"):
         parse(HostReport, json.dumps({**to_json(sent), "pods": "many"}).encode(), "report")
-    with pytest.raises(InputError, match=r"report: version is '99'; Input should be 1"):
+    with pytest.raises(InputError, match=r"report: version is '99'; Input should be 2"):
         parse(HostReport, json.dumps({**to_json(sent), "version": 99}).encode(), "report")
 
 

@@ -13,13 +13,12 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
 from etude.errors import InputError
-from etude.pods.fleet import Fleet
-from etude.pods.host_client import HostGone
-from etude.pods.pod import Limits, Pod, PodError, PodFileError, PodGone, Unsupported
+from etude.pods.host_client import HostGone, HostRefused
+from etude.pods.pod import Limits, PodError, PodFileError, PodGone, Unsupported
 from etude.pods.remote.client import RemoteHostClient, RemotePod
 from tests.pods import serving
 from tests.pods.needs import need
-from tests.pods.serving import TOKEN, Server, server, with_client
+from tests.pods.serving import TOKEN, Server, open_client, server, with_client
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +174,28 @@ def test_snapshots_forks_and_events(host: Server) -> None:
     with_client(host, work)
 
 
+def test_a_connection_that_a_restarting_pod_ends_is_not_the_end_of_the_pod(
+    host: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, early = RemotePod._connect, []
+
+    async def connect_too_early(self: RemotePod) -> None:
+        if len(early) < 2:
+            early.append(self.id)
+            raise PodGone(f"pod {self.id} is gone")
+        await plain(self)
+
+    async def work(client: RemoteHostClient) -> None:
+        pod = await client.create()
+        monkeypatch.setattr(RemotePod, "_connect", connect_too_early)
+        snapshot = await pod.snapshot("fs")
+        assert (await pod.exec("echo on")).stdout == "on\n"
+        assert early == [pod.id] * 2
+        await client.remove_snapshot(snapshot.id)
+
+    with_client(host, work)
+
+
 def test_errors_have_the_same_class_as_on_the_host(host: Server) -> None:
     async def work(client: RemoteHostClient) -> None:
         with pytest.raises(InputError, match="no image or snapshot 'nope'"):
@@ -194,10 +215,10 @@ def test_a_wrong_token_is_refused_and_unknown_fields_are_named(host: Server) -> 
     for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": f"Basic {TOKEN}"}):
         for path in ("/v1/report", "/v1/pods/x/agent", "/nothing"):
             assert patient_http.get(host.url + path, headers=headers, trust_env=False).status_code == 401
-    with pytest.raises(InputError, match="token"):
-        asyncio.run(RemoteHostClient.open(host.url, "wrong"))
+    with pytest.raises(HostRefused, match="refuses our token"):
+        asyncio.run(open_client(host.url, token="wrong"))
     with pytest.raises(HostGone, match="does not answer"):
-        asyncio.run(RemoteHostClient.open("http://127.0.0.1:9", TOKEN))
+        asyncio.run(open_client("http://127.0.0.1:9"))
 
     def post(body: Any) -> tuple[int, dict[str, str]]:
         headers = {"authorization": f"Bearer {TOKEN}"}
@@ -249,7 +270,7 @@ def test_a_pod_whose_client_died_ends_within_its_lease(host: Server) -> None:
         brief = await client.create(ttl=1.0)
         await until(lambda: gone(client, brief.id))
 
-    with_client(host, work, lease=4.0)
+    with_client(host, work, lease_s=4.0)
 
 
 async def gone(client: RemoteHostClient, id: str) -> bool:
@@ -258,7 +279,7 @@ async def gone(client: RemoteHostClient, id: str) -> bool:
 
 def test_killing_the_server_loses_no_pod_and_its_client_reconnects() -> None:
     async def work(running: Server) -> None:
-        client = await RemoteHostClient.open(running.url, TOKEN)
+        client = await open_client(running.url)
         pod = await client.create()
         await pod.write("a", "before")
         await pod.exec("sleep 300 </dev/null >/dev/null 2>&1 & echo $! > pid")
@@ -288,70 +309,13 @@ def test_serve_with_close_closes_every_pod() -> None:
     with server("--close", "--warm", "host=1") as running:
 
         async def work() -> None:
-            client = await RemoteHostClient.open(running.url, TOKEN)
+            client = await open_client(running.url)
             await client.create(detached=True, ttl=100)
             assert await asyncio.to_thread(running.end) == 0
             await client.http.aclose()
 
         asyncio.run(work())
         assert list((running.state / "pods").iterdir()) == []
-
-
-def test_a_fleet_uses_two_hosts(tmp_path: Path) -> None:
-    async def work(first: Server, second: Server) -> None:
-        clients = [await RemoteHostClient.open(each.url, TOKEN, lease=3.0) for each in (first, second)]
-        fleet = Fleet(clients)
-        for client in clients:
-            client.fleet = fleet
-        await fleet.start()
-        try:
-            await snapshots_travel(clients, fleet, tmp_path)
-            await a_dead_host_is_left_out(first, clients, fleet)
-        finally:
-            await fleet.close()
-
-    with server("--max-pods", "2") as first, server() as second:
-        asyncio.run(work(first, second))
-
-
-async def snapshots_travel(clients: list[RemoteHostClient], fleet: Fleet, directory: Path) -> None:
-    pod = await clients[0].create()
-    await pod.write("a", "travels")
-    snapshot = await pod.snapshot()
-    await clients[0].export(snapshot.id, directory / "file.tar")
-    assert await clients[1].import_(directory / "file.tar") == snapshot.id
-    there = await clients[1].create(snapshot)
-    assert await there.read("a") == b"travels"
-    for client in clients:
-        await client.remove_snapshot(snapshot.id)
-    await there.close()
-    fleet.pod_hosts[pod.id] = clients[0].name
-    children = await pod.fork(4)  # --max-pods of the first host is 2
-    assert [await child.read("a") for child in children] == [b"travels"] * 4
-    homes = [child.client for child in children if isinstance(child, RemotePod)]
-    assert clients[1] in homes
-    assert [await client.snapshots() for client in clients] == [[], []]
-    await asyncio.gather(*(each.close() for each in (pod, *children)))
-
-
-async def a_dead_host_is_left_out(first: Server, clients: list[RemoteHostClient], fleet: Fleet) -> None:
-    async def create() -> Pod:
-        return await fleet.create(timeout=20)
-
-    making = [asyncio.create_task(create()) for _ in range(6)]
-    await asyncio.sleep(0.03)
-    await asyncio.to_thread(first.end, 9)
-    made = [*await asyncio.gather(*making), await create()]
-    on_second = [pod for pod in made if isinstance(pod, RemotePod) and pod.client is clients[1]]
-    assert made[-1] in on_second
-    assert all([(await pod.exec("echo ok")).ok for pod in on_second])
-    await asyncio.gather(*(pod.close() for pod in made))
-    await asyncio.to_thread(first.start)
-    await until(lambda: no_pods(clients), 12)  # pods of the killed host end with their lease
-
-
-async def no_pods(clients: list[RemoteHostClient]) -> bool:
-    return [await client.pods() for client in clients] == [[], []]
 
 
 # ------------------------------------------------------------------------------------------- web pages, tokens

@@ -3,7 +3,7 @@
 import asyncio
 import re
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated
 
 import typer
 from rich.markup import escape
@@ -57,7 +57,7 @@ def snapshots(state: State = None, host: HostUrl = None, as_json: AsJson = False
 
 @image_app.command(
     epilog="Examples:\n\n  etude pods image add debian --debootstrap bookworm --include git --include make\n\n"
-    "  etude pods image add task --dockerfile environment/Dockerfile --allow pypi.org"
+    "  etude pods image add task --dockerfile environment/Dockerfile --allow packages.example.org"
 )
 def add(
     name: Annotated[str, typer.Argument(help="The name of the new image.")],
@@ -112,7 +112,7 @@ def add(
             table |= {given: host.resolve(image) for given, image in parse_pairs(base, "--base").items()}
             args = parse_pairs(build_arg, "--build-arg")
             build_context = context or dockerfile.parent
-            made = await build(cast(Any, host), store, dockerfile, build_context, table, args, egress, name=name)
+            made = await build(host.builder, dockerfile, build_context, table, args, egress, name=name)
         return made.id
 
     id = with_host(state, work)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from pydantic_core import to_jsonable_python
 from rich.markup import escape
 from rich.table import Table
 
@@ -27,6 +28,7 @@ from etude.pods.cli.options import (
     Cwd,
     Env,
     HostUrl,
+    HostUrls,
     Input,
     Kind,
     PodId,
@@ -38,15 +40,19 @@ from etude.pods.cli.options import (
     Ttl,
     User,
     parse_pairs,
+    raise_failed,
     show,
     with_client,
+    with_clients,
     with_host,
 )
 from etude.pods.cli.units import parse_seconds, parse_size, show_seconds, show_size
 from etude.pods.host import Host, PodOptions, all_or_none
-from etude.pods.host_client import TOKEN_FILE, TOKEN_VARIABLE, HostClient
+from etude.pods.host_client import TOKEN_FILE, HostClient
 from etude.pods.pod import Egress, ExecResult, Limits, Pod, PodError, PodFileError, Snapshot
 from etude.pods.scheduling.admission import Thresholds
+from etude.pods.scheduling.router import HostReport
+from etude.pods.settings import TOKEN_VARIABLE
 from etude.system.terminal import say
 
 app = typer.Typer(no_args_is_help=True)
@@ -58,7 +64,7 @@ app = typer.Typer(no_args_is_help=True)
 @app.command(
     cls=TrailingCommand,
     epilog="Examples:\n\n  etude pods run -- python3 -c 'print(1)'\n\n  etude pods run -t -- bash\n\n"
-    "  etude pods run debian --memory 512M --cpu 1 --allow pypi.org -- make test\n\n"
+    "  etude pods run debian --memory 512M --cpu 1 --allow packages.example.org -- make test\n\n"
     "  etude pods run -d --ttl 2h -- python3 -m http.server",
 )
 def run(
@@ -223,13 +229,19 @@ def exit_with_result(result: ExecResult, memory: int | None = None) -> None:
 # ------------------------------------------------------------------------------------------------- running pods
 
 
-@app.command(epilog="Example:  etude pods ps --json")
-def ps(state: State = None, host: HostUrl = None, as_json: AsJson = False) -> None:
-    """List the pods and their resource usage."""
-    pods = with_client(state, host, lambda client: client.pods())
-    table = Table("pod", "image", "age", "ends in", "memory", "pids", "cpu", "state", box=None, header_style="bold")
-    for pod in pods:
+@app.command(
+    epilog="Examples:\n\n  etude pods ps --json\n\n  etude pods ps --host https://a:7741 --host https://b:7741"
+)
+def ps(state: State = None, hosts: HostUrls = None, as_json: AsJson = False) -> None:
+    """List the pods of this machine, or of hosts, and their resource usage."""
+    several = len(hosts or ()) > 1
+    found, failed = with_clients(state, hosts, lambda client: client.pods())
+    columns = ("pod", "image", "age", "ends in", "memory", "pids", "cpu", "state")
+    table = Table(*(["host"] if several else []), *columns, box=None, header_style="bold")
+    pods = [(url, pod) for url, listed in found.items() for pod in listed]
+    for url, pod in pods:
         table.add_row(
+            *([url] if several else []),
             pod.id,
             escape(pod.image[:30]),
             show_seconds(max(0.0, time.time() - pod.created)),
@@ -239,7 +251,9 @@ def ps(state: State = None, host: HostUrl = None, as_json: AsJson = False) -> No
             f"{pod.stats['cpu_s']:.1f}s" if "cpu_s" in pod.stats else "-",
             pod.state,
         )
-    show(pods, as_json, table if pods else "no pods")
+    rows = [{**to_jsonable_python(pod), "host": url} for url, pod in pods] if several else [pod for _, pod in pods]
+    show(rows, as_json, table if pods else "no pods")
+    raise_failed(failed)
 
 
 @app.command(epilog="Example:  etude pods snapshot 3fa9")
@@ -448,21 +462,61 @@ def serve(
     asyncio.run(work())
 
 
-@app.command(epilog="Example:  etude pods doctor --json")
+@app.command(epilog="Example:  etude pods drain --host https://a:7741")
+def drain(
+    hosts: Annotated[list[str], typer.Option("--host", metavar="URL", help="The host; repeatable.")],
+    off: Annotated[bool, typer.Option("--off", help="Let the hosts take pods again.")] = False,
+) -> None:
+    """Let hosts take no new pods, until `--off` or a restart of `etude pods serve`. Pods that run there go on."""
+
+    async def work(client: HostClient) -> None:
+        assert isinstance(client, RemoteHostClient)
+        await client.drain(not off)
+
+    from etude.pods.remote.client import RemoteHostClient
+
+    done, failed = with_clients(None, hosts, work)
+    for url in done:
+        say(f"{url} {'takes pods again' if off else 'takes no new pods'}")
+    raise_failed(failed)
+
+
+@app.command(epilog="Examples:\n\n  etude pods doctor --json\n\n  etude pods doctor --host https://a:7741")
 def doctor(
     backend: Annotated[str, typer.Option(help="Check only this backend.")] = "all",
     state: State = None,
+    hosts: HostUrls = None,
     as_json: AsJson = False,
 ) -> None:
-    """Try every backend and report what works on this machine, what does not, and why."""
-    from etude.pods.cli.doctor import diagnose, print_diagnosis
+    """Try every backend and report what works on this machine, what does not, and why; or what hosts say of theirs."""
+    from etude.pods.cli.doctor import print_diagnosis, print_host
+    from etude.pods.diagnosis import diagnose
 
+    if hosts:
+        if backend != "all":
+            raise InputError("--backend and --host: a host checks the backend that it serves")
+        reports, failed = with_clients(state, hosts, host_diagnosis)
+        for url, (found, report) in reports.items():
+            if not as_json:
+                print_host(url, found, report)
+        if as_json:
+            show({url: {"diagnosis": found, "report": report} for url, (found, report) in reports.items()}, True, "")
+        raise_failed(failed)
+        return
     diagnosis = asyncio.run(diagnose(state, backend))
     if as_json:
         print(json.dumps(diagnosis))
     else:
         print_diagnosis(diagnosis)
     raise typer.Exit(0 if any(found["works"] for found in diagnosis["backends"]) else 1)
+
+
+async def host_diagnosis(client: HostClient) -> tuple[dict[str, Any], HostReport]:
+    """Return what a host finds out about itself, and its present report."""
+    from etude.pods.remote.client import RemoteHostClient
+
+    assert isinstance(client, RemoteHostClient)
+    return await client.doctor(), await client.report()
 
 
 images.add_commands(app)

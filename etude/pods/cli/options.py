@@ -5,7 +5,7 @@ import contextlib
 import json
 import os
 import signal
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -14,10 +14,13 @@ import typer.core
 from pydantic_core import to_jsonable_python
 from rich.table import Table
 
-from etude.errors import InputError, Interrupted
+from etude.config import make_settings
+from etude.errors import EtudeError, InputError, Interrupted
 from etude.pods.fleet import default_state, open_host
 from etude.pods.host import Host
-from etude.pods.host_client import TOKEN_VARIABLE, HostClient, LocalHostClient
+from etude.pods.host_client import HostClient, LocalHostClient
+from etude.pods.pod import PodError
+from etude.pods.settings import TOKEN_VARIABLE, PodSettings
 from etude.system.terminal import Console, say
 
 T = TypeVar("T")
@@ -29,6 +32,21 @@ State = Annotated[
 HostUrl = Annotated[
     str | None,
     typer.Option("--host", metavar="URL", help=f"Use this `etude pods serve`; ${TOKEN_VARIABLE} is its token."),
+]
+HostUrls = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--host", metavar="URL", help=f"Use this `etude pods serve`; ${TOKEN_VARIABLE} is its token; repeatable."
+    ),
+]
+PodHosts = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--pod-host",
+        metavar="URL",
+        help=f"Run pods on this `etude pods serve`, not here; ${TOKEN_VARIABLE} is its token; repeatable.",
+        show_default=False,
+    ),
 ]
 Backend = Annotated[str, typer.Option(help="auto, namespace, landlock or subprocess.")]
 PodId = Annotated[str, typer.Argument(metavar="POD", help="The pod's id, or a prefix of it.")]
@@ -119,6 +137,33 @@ def with_host(state: Path | None, work: Callable[[Host], Coroutine[Any, Any, T]]
     return with_client(state, None, on_host)
 
 
+def with_clients(
+    state: Path | None, urls: list[str] | None, work: Callable[[HostClient], Coroutine[Any, Any, T]]
+) -> tuple[dict[str, T], dict[str, EtudeError]]:
+    """Run `work` on each of several hosts, or on this machine; return the results and the errors by address."""
+    found: dict[str, T] = {}
+    failed: dict[str, EtudeError] = {}
+    for url in dict.fromkeys(urls or ()) or (None,):
+        try:
+            found[url or ""] = with_client(state, url, work)
+        except EtudeError as error:
+            if len(urls or ()) < 2:
+                raise
+            failed[url or ""] = error
+    return found, failed
+
+
+def raise_failed(failed: Mapping[str, EtudeError]) -> None:
+    """Raise one error for the hosts that did not do what was asked."""
+    if failed:
+        raise PodError("\n".join(map(str, failed.values())))
+
+
+def pod_settings(hosts: list[str] | None) -> PodSettings:
+    """Return where pods run, by the option `--pod-host`; token and certificate are those of the variables."""
+    return make_settings(PodSettings, "--pod-host", hosts=hosts or ())
+
+
 async def open_client(state: Path | None, url: str | None, backend: str) -> HostClient:
     """Return a client of a host URL, or of a state directory on this machine."""
     if url is not None:
@@ -126,7 +171,7 @@ async def open_client(state: Path | None, url: str | None, backend: str) -> Host
 
         if state is not None:
             raise InputError("--host and --state: a remote host has its own state directory; give one of them")
-        return await RemoteHostClient.open(url, os.environ.get(TOKEN_VARIABLE, ""))
+        return await RemoteHostClient.open(url)
     directory, boot = state or default_state(), boot_id()
     with contextlib.suppress(OSError, ValueError):  # probing all backends would cost a second
         name, cached_boot = (directory / "backend").read_text().split()

@@ -182,6 +182,17 @@ def pack(layer: Path, file: IO[bytes], shift: int = 0) -> None:
     _Packer(file, shift).pack(layer)
 
 
+def pack_compressed(layer: Path, file: Path, shift: int = 0) -> tuple[HashingWriter, HashingWriter]:
+    """Write a layer to a new file as a compressed tar; return the writers of the file and of the plain tar."""
+    with open(file, "xb") as target:
+        packed = HashingWriter(target)
+        compressor = zstandard.ZstdCompressor(level=3, threads=-1)
+        with compressor.stream_writer(cast(IO[bytes], packed), closefd=False) as stream:
+            plain = HashingWriter(stream)
+            pack(layer, cast(IO[bytes], plain), shift)
+    return packed, plain
+
+
 def tree_digest(root: Path) -> str:
     """Return a digest of a tree's names, types, modes, owners, contents, links, attributes and whiteouts; not times."""
     writer = HashingWriter()

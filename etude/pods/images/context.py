@@ -78,6 +78,7 @@ class CopySource:
     path: Path
     name: str
     keep: frozenset[str] | None = None  # of a directory: its paths that are not ignored; None: all
+    unpack: bool = False  # if it is an archive
 
     def walk(self) -> Iterator[tuple[str, Path, os.stat_result]]:
         """Yield the path inside the source ("" for itself), the path on disk and its status; parents first, sorted."""
@@ -177,7 +178,7 @@ class DirectoryToMake:
 
 
 def copies(
-    sources: Sequence[CopySource], target: str, into: bool, mode: int | None
+    sources: Iterable[CopySource], target: str, into: bool, mode: int | None
 ) -> Iterator[FileToCopy | DirectoryToMake]:
     """Yield what COPY creates: a file `into` the directory `target` or as `target`, a directory's contents in it."""
     for source in sources:

@@ -8,36 +8,30 @@ EXPOSE, VOLUME, STOPSIGNAL, HEALTHCHECK and MAINTAINER are accepted without effe
 recorded in the image. ADD takes no URLs: a build has only the network it was given.
 """
 
-import asyncio
 import os
 import re
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+import tempfile
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from etude.errors import InputError
+from etude.pods.images.builder import CopyStep, DirectoryStep, LayerBuilder, RunStep, check_count
 from etude.pods.images.context import (
-    CopyLayerWriter,
     CopySource,
     DirectoryToMake,
     DockerIgnore,
     FileToCopy,
-    archive_source,
     copies,
     from_context,
-    from_stack,
     heredoc_source,
-    owner_of,
     source_digest,
 )
 from etude.pods.images.instructions import Dockerfile, Instruction, expand, pairs, parse, substitute, words
-from etude.pods.images.layers import LayerStack
-from etude.pods.images.records import Image, Layer
-from etude.pods.images.store import Store
-from etude.pods.images.trees import copy_metadata, digest
-from etude.pods.pod import Egress, Pod, PodError
+from etude.pods.images.records import Image
+from etude.pods.images.trees import digest
+from etude.pods.pod import Egress
 
 BaseImages = Callable[[str, Instruction], Awaitable[Image]]  # finds the image of a FROM or COPY --from
 
@@ -48,15 +42,9 @@ _FLAGS = {"COPY": {"chown", "chmod", "from", "link"}, "ADD": {"chown", "chmod", 
 _HEREDOC_ONLY = re.compile(r"<<-?(['\"]?)[A-Za-z_][A-Za-z0-9_]*\1")
 
 
-class PodFactory(Protocol):
-    """The part of the fleet that a build uses."""
-
-    async def create(self, *, image: Image, storage: Any, egress: Egress) -> Pod: ...
-
-
 @dataclass(frozen=True)
 class BuildPlan:
-    """An image, and what to create in each new pod of it. An image without layers is known by its name only."""
+    """An image, and what to create in each new pod of it."""
 
     image: Image
     files: tuple[FileToCopy, ...] = ()
@@ -90,13 +78,11 @@ class _StageState:
 
 @dataclass(frozen=True, slots=True)
 class _Interpreter:
-    fleet: PodFactory
-    store: Store | None  # None: only remote hosts, so nothing can be built here
+    builder: LayerBuilder
     context: Path
     ignore: DockerIgnore
     base_images: BaseImages
     egress: Egress
-    pin: Callable[[Iterable[Layer]], None]
     stages: dict[str, Image] = field(default_factory=dict)
 
     async def run(self, parsed: Dockerfile, args: Mapping[str, str], defer: bool) -> _StageState:
@@ -111,8 +97,6 @@ class _Interpreter:
             built = len(stage.steps)
             if defer and stage is parsed.stages[-1]:
                 built = max((at for at, step in enumerate(stage.steps, 1) if _needs_layer(step)), default=0)
-            if built:
-                self._local(stage.steps[built - 1])
             for at, step in enumerate(stage.steps):
                 if at == built:
                     state.deferred = []
@@ -124,155 +108,111 @@ class _Interpreter:
         """Return the image of a FROM or --from: an earlier stage, or a base image."""
         if name.lower() in self.stages:
             return self.stages[name.lower()]
-        if name == "scratch":
-            return Image.of((self._local(step).add_layer(lambda target: None, key="empty"),), workdir="/")
-        return await self.base_images(name, step)
-
-    def _local(self, step: Instruction) -> Store:
-        """Return the store that `step` needs; raise InputError if there is none."""
-        if self.store is None:
-            raise step.error(
-                "must be built, and this fleet has only remote hosts; build the image there "
-                "(`etude pods image add NAME --dockerfile ...`) and use it by name"
-            )
-        return self.store
-
-    def _stack(self, image: Image) -> LayerStack:
-        return LayerStack.of(self.store.layer_dirs(image.layers) if self.store is not None else ())
+        return await self.builder.scratch() if name == "scratch" else await self.base_images(name, step)
 
     async def _step(self, state: _StageState, step: Instruction) -> None:
         _check_flags(step)
+        before = state.image.layers
         if step.name == "RUN":
             await self._run(state, step)
         elif step.name in ("COPY", "ADD"):
-            origin = _flag(state, step, "from")
-            other = None if origin is None else await self._image(origin, step)
-            await asyncio.to_thread(self._copy, state, step, other)
+            await self._copy(state, step)
         elif step.name == "WORKDIR":
-            await asyncio.to_thread(self._workdir, state, step)
+            await self._workdir(state, step)
         else:
             _configure(state, step)
-        if state.deferred is None and self.store is not None:
-            self.pin(state.image.layers)
+        state.built = state.built or state.image.layers != before
 
     async def _run(self, state: _StageState, step: Instruction) -> None:
-        store, state.built = self._local(step), True
         command = _run_command(step, state.shell)
         variables = [f"{key}={value}" for key, value in sorted(state.variables.items())]
         key = _step_key(state.image, step, [*command, *variables, repr(self.egress)])
-        if (cached := store.cached_image(key)) is not None:
-            state.image = cached
-            return
-        pod = await self.fleet.create(image=state.image, storage="disk", egress=self.egress)
-        try:
-            user = state.image.user or None
-            done = await pod.exec(command, cwd=state.image.workdir, env=state.variables, user=user)
-            if not done.ok:
-                last = "\n".join((done.stdout + done.stderr).strip().splitlines()[-20:])
-                raise PodError(f"{step.where}: RUN failed with exit code {done.exit_code}:\n{last}")
-            snapshot = await pod.snapshot("fs")
-        finally:
-            await pod.close()
-        made = store.snapshot(snapshot.id).image.layers
-        self.pin(made)
-        store.remove_snapshot(snapshot.id)
-        state.change(layers=made)
-        store.cache_image(key, state.image)
+        asked = RunStep(state.image, key, tuple(command), state.variables, self.egress, step.where)
+        state.image = await self.builder.run(asked)
 
-    def _copy(self, state: _StageState, step: Instruction, other: Image | None) -> None:
-        if step.json is not None:
-            given = [substitute(word, state.variables, step.escape, step.where) for word in step.json]
-        else:
-            given = words(step.text, state.variables, step.escape, step.where)
-        *names, to = given
+    async def _copy(self, state: _StageState, step: Instruction) -> None:
+        origin = _flag(state, step, "from")
+        other = None if origin is None else await self._image(origin, step)
+        *names, to = _copy_arguments(state, step)
         if not names:
             raise step.error("expected at least one source and a target")
-        below = self._stack(state.image)
-        target, found = below.locate(state.path(to))  # a link as target is followed, as in a pod
-        made = {os.path.dirname(each.target) for each in state.deferred or ()}
-        made |= {each.target for each in state.deferred or () if isinstance(each, DirectoryToMake)}
-        into = state.path(to).endswith(("/", "/.", "/..")) or found.is_directory or target in made
-        mode = _mode(_flag(state, step, "chmod"), step)
-
-        def expand_sources(sources: list[CopySource]) -> list[FileToCopy | DirectoryToMake]:
-            if len(sources) > 1 and not into:
-                raise step.error(f"{len(sources)} sources need a directory as target; end {to!r} with a slash")
-            return list(copies(sources, target, into, mode))
-
-        if state.deferred is not None:
-            sources = [source for name in names for source in from_context(self.context, name, self.ignore, step.where)]
-            state.deferred += expand_sources(sources)
-            return
-        with self._local(step).staging() as staging:
-            sources = [source for name in names for source in self._sources(state, step, name, staging, other)]
-            inputs = [to, step.flag("chown") or "", step.flag("chmod") or "", source_digest(sources)]
-            owner = owner_of(_flag(state, step, "chown"), below, step.where)
-            self._write_layer(state, step, inputs, expand_sources(sources), below, owner)
-
-    def _sources(
-        self, state: _StageState, step: Instruction, name: str, staging: Path, other: Image | None
-    ) -> list[CopySource]:
-        bodies = {heredoc.name: heredoc for heredoc in step.heredocs}
-        mark = name.removeprefix("<<").removeprefix("-")
-        if name.startswith("<<") and mark in bodies:
-            body = bodies[mark].body
-            text = substitute(body, state.variables, step.escape, step.where) if bodies[mark].expand else body
-            return [heredoc_source(mark, text, staging)]
-        if re.match(r"[a-z]+://|git@", name):
-            raise step.error(f"{name} is a URL; fetch it in a RUN with the network it needs, or before the build")
-        if other is not None:
-            return from_stack(self._stack(other), name, staging, step.where, other.binds)
-        found = from_context(self.context, name, self.ignore, step.where)
-        return [archive_source(source, staging) for source in found] if step.name == "ADD" else found
-
-    def _workdir(self, state: _StageState, step: Instruction) -> None:
-        path = os.path.normpath(state.path(expand(step.text, state.variables, step.escape, step.where)))
-        below = self._stack(state.image)
-        if not below.locate(path)[1].is_directory and not any(path.startswith(bind) for bind in state.image.binds):
-            made = [DirectoryToMake(path)]
+        target, mode = state.path(to), _mode(_flag(state, step, "chmod"), step)
+        into = target.endswith(("/", "/.", "/.."))
+        with tempfile.TemporaryDirectory(prefix="etude-heredoc-") as staging:
+            sources, elsewhere = self._sources(state, step, names, Path(staging), other)
             if state.deferred is not None:
-                state.deferred += made
-            else:
-                self._write_layer(state, step, [path], made, below)
-        state.change(workdir=path)
+                state.deferred += await self._deferred_copies(state, step, sources, target, into, mode)
+                return
+            owner = _flag(state, step, "chown") or ""
+            inputs = [to, step.flag("chown") or "", step.flag("chmod") or "", source_digest(sources), *elsewhere]
+            key = _step_key(state.image, step, inputs)
+            asked = CopyStep(state.image, key, target, into, owner, mode, other, tuple(elsewhere), step.where)
+            state.image = await self.builder.copy(asked, sources)
 
-    def _write_layer(
+    async def _deferred_copies(
         self,
         state: _StageState,
         step: Instruction,
-        inputs: Sequence[str],
-        files: Iterable[FileToCopy | DirectoryToMake],
-        below: LayerStack,
-        owner: tuple[int, int] = (0, 0),
-    ) -> None:
-        """Add a layer with these files to the image, or the cached one."""
+        sources: Sequence[CopySource],
+        target: str,
+        into: bool,
+        mode: int | None,
+    ) -> list[FileToCopy | DirectoryToMake]:
+        found = await self.builder.locate(state.image, target)
+        made = {os.path.dirname(each.target) for each in state.deferred or ()}
+        made |= {each.target for each in state.deferred or () if isinstance(each, DirectoryToMake)}
+        into = into or found.is_directory or found.path in made
+        check_count(len(sources), into, target, f"{step.where}: {step.name}")
+        return list(copies(sources, found.path, into, mode))
 
-        def fill(target: Path) -> None:
-            _, root = below.locate("/")
-            if root.info is not None:
-                copy_metadata(root.dirs[0].path, str(target), root.info, root.dirs[0].shift)
-            CopyLayerWriter(target, below, step.where, owner, state.image.binds).write(files)
+    def _sources(
+        self, state: _StageState, step: Instruction, names: Sequence[str], staging: Path, other: Image | None
+    ) -> tuple[list[CopySource], list[str]]:
+        """Return the sources of the context and heredocs, and the names of those in another stage."""
+        sources: list[CopySource] = []
+        elsewhere: list[str] = []
+        bodies = {heredoc.name: heredoc for heredoc in step.heredocs}
+        for name in names:
+            mark = name.removeprefix("<<").removeprefix("-")
+            if name.startswith("<<") and mark in bodies:
+                body = bodies[mark].body
+                text = substitute(body, state.variables, step.escape, step.where) if bodies[mark].expand else body
+                sources.append(heredoc_source(mark, text, staging))
+            elif re.match(r"[a-z]+://|git@", name):
+                raise step.error(f"{name} is a URL; fetch it in a RUN with the network it needs, or before the build")
+            elif other is not None:
+                elsewhere.append(name)
+            else:
+                found = from_context(self.context, name, self.ignore, step.where)
+                sources += [replace(each, unpack=step.name == "ADD") for each in found]
+        return sources, elsewhere
 
-        layer = self._local(step).add_layer(fill, key=_step_key(state.image, step, inputs))
-        state.built = True
-        state.change(layers=(*state.image.layers, layer))
+    async def _workdir(self, state: _StageState, step: Instruction) -> None:
+        path = os.path.normpath(state.path(expand(step.text, state.variables, step.escape, step.where)))
+        if state.deferred is None:
+            asked = DirectoryStep(state.image, _step_key(state.image, step, [path]), path, step.where)
+            state.image = await self.builder.make_directory(asked)
+        elif not (await self.builder.locate(state.image, path)).is_directory and not any(
+            path.startswith(bind) for bind in state.image.binds
+        ):
+            state.deferred.append(DirectoryToMake(path))
+        state.change(workdir=path)
 
 
 async def build(
-    fleet: PodFactory,
-    store: Store,
+    builder: LayerBuilder,
     dockerfile: Path,
     context: Path,
-    base_images: Mapping[str, str | Image],
+    base_images: Mapping[str, Image],
     args: Mapping[str, str] | None = None,
     egress: Egress | None = None,
     *,
     name: str = "",
 ) -> Image:
-    """Build the last stage of a Dockerfile and add it to the store under `name`.
+    """Build the last stage of a Dockerfile as an image of this name.
 
-    `base_images` maps a name after FROM to an `Image` or to the name of one in the store. `args` are values for ARG.
-    RUN has the network that `egress` allows; none by default.
+    `base_images` maps names after FROM to images. `args` are values for ARG. RUN has the network that `egress` allows;
+    none by default.
     """
     parsed = _read(dockerfile, context)
     build_args = dict(args or {})
@@ -283,32 +223,25 @@ async def build(
         if found is None:
             known = ", ".join(sorted((*work.stages, *base_images, "scratch")))
             raise step.error(f"the image {name!r} is not among the base images; there are: {known}")
-        return store.image(found) if isinstance(found, str) else found
+        return found
 
-    with store.pin() as pin:
-        work = _Interpreter(fleet, store, context, DockerIgnore.read(context), find, egress or Egress(), pin)
-        state = await work.run(parsed, build_args, defer=False)
-        return store.add_image(state.image.with_(name=name))
+    work = _Interpreter(builder, context, DockerIgnore.read(context), find, egress or Egress())
+    state = await work.run(parsed, build_args, defer=False)
+    return await builder.keep(state.image.with_(name=name))
 
 
 async def plan(
-    fleet: PodFactory,
-    store: Store | None,
-    dockerfile: Path,
-    context: Path,
-    base_images: BaseImages,
-    egress: Egress,
+    builder: LayerBuilder, dockerfile: Path, context: Path, base_images: BaseImages, egress: Egress
 ) -> BuildPlan:
     """Build as little as possible: return the image, and the files of the steps that need no layer.
 
     Thousands of contexts that differ in a few files then share one image, and none of them leaves a layer behind.
     """
     parsed = _read(dockerfile, context)
-    with store.pin() if store is not None else nullcontext(lambda layers: None) as pin:
-        work = _Interpreter(fleet, store, context, DockerIgnore.read(context), base_images, egress, pin)
-        state = await work.run(parsed, {}, defer=True)
-        if store is not None and state.built:
-            store.add_image(Image.of(state.image.layers))  # keeps the layers
+    work = _Interpreter(builder, context, DockerIgnore.read(context), base_images, egress)
+    state = await work.run(parsed, {}, defer=True)
+    if state.built:
+        await builder.keep(Image.of(state.image.layers))
     made = {each.target: each for each in state.deferred or ()}  # a later step replaces a file of an earlier one
     parents = {os.path.dirname(path) for path in made}  # created with what is in them
     files = tuple(each for each in made.values() if isinstance(each, FileToCopy))
@@ -334,6 +267,13 @@ def _needs_layer(step: Instruction) -> bool:
         or bool(step.heredocs)
         or (step.name == "COPY" and not {flag for flag, _ in step.flags} <= {"chmod"})
     )
+
+
+def _copy_arguments(state: _StageState, step: Instruction) -> list[str]:
+    """Return the words of a COPY or ADD: its sources and its target."""
+    if step.json is not None:
+        return [substitute(word, state.variables, step.escape, step.where) for word in step.json]
+    return words(step.text, state.variables, step.escape, step.where)
 
 
 # -- instructions that only change the configuration

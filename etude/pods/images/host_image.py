@@ -15,7 +15,8 @@ from pathlib import Path
 from etude.errors import InputError
 from etude.files import write_atomically
 from etude.globs import Globs
-from etude.pods.images.records import SYSTEM_BINDS, Image
+from etude.pods.host_system import host_system
+from etude.pods.images.records import SYSTEM_BINDS, SYSTEM_LABEL, Image
 from etude.pods.images.store import Store
 from etude.pods.images.trees import OVERFLOW_ID, check_depth, digest
 from etude.pods.pod import PodError
@@ -58,14 +59,15 @@ _ALLOWED_GLOBS, _DENIED_GLOBS = Globs(_ALLOWED.split()), Globs(_DENIED.split())
 
 def host_image(store: Store, *, root: Path = Path("/")) -> Image:
     """Return the image `host`, made from the machine whose files are below `root`."""
-    cache_file = store.root / "keys" / f"{digest('host', str(root))}.host"
+    cache_file = store.root / "keys" / f"{digest('host', str(root), SYSTEM_LABEL)}.host"
     if (known := _unchanged(store, cache_file)) is not None:
         return known
     links, binds = _top(root)
     stamps = _stamps(root)  # before the copy, so that a change during it is detected next time
     layer = store.add_layer(lambda target: _skeleton(target, root, links, binds))
     env = {"PATH": PATH, "LANG": "C.UTF-8", "HOME": "/root"}
-    image = store.add_image(Image.of((layer,), "host", binds=tuple(binds), env=env, workdir=WORKDIR))
+    labels = {SYSTEM_LABEL: str(host_system())}
+    image = store.add_image(Image.of((layer,), "host", binds=tuple(binds), env=env, workdir=WORKDIR, labels=labels))
     write_atomically(cache_file, json.dumps({"image": image.id, "stamps": stamps}))
     return image
 

@@ -21,14 +21,22 @@ from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
-import zstandard
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 from pydantic.alias_generators import to_camel, to_pascal
 
 from etude.errors import InputError
-from etude.pods.images.archive import HashingReader, HashingWriter, decompress, pack, unpack
+from etude.pods.images.archive import HashingReader, decompress, pack_compressed, unpack
 from etude.pods.images.layers import LayerStack
-from etude.pods.images.records import IMAGE, SNAPSHOT, SYSTEM_BINDS, Image, Layer, SnapshotRecord, check_id, reason
+from etude.pods.images.records import (
+    IMAGE,
+    SNAPSHOT,
+    Image,
+    Layer,
+    SnapshotRecord,
+    check_binds,
+    check_id,
+    reason,
+)
 from etude.pods.images.trees import copy_metadata, digest, is_opaque
 
 if TYPE_CHECKING:
@@ -289,12 +297,7 @@ class _LayoutWriter:
     def add_layer(self, layer: Path, shift: int) -> tuple[Descriptor, str]:
         """Add a layer as a compressed tar; return its blob, and the digest of the plain tar."""
         part = self.directory / "blobs/part"
-        with open(part, "xb") as file:
-            packed = HashingWriter(file)
-            compressor = zstandard.ZstdCompressor(level=3, threads=-1)
-            with compressor.stream_writer(cast(IO[bytes], packed), closefd=False) as stream:
-                plain = HashingWriter(stream)
-                pack(layer, cast(IO[bytes], plain), shift)
+        packed, plain = pack_compressed(layer, part, shift)
         name = packed.hexdigest()
         part.rename(self.directory / "blobs/sha256" / name)
         blob = Descriptor(digest=f"sha256:{name}", media_type=LAYER, size=packed.size)
@@ -373,8 +376,7 @@ def import_(store: "Store", file: Path) -> str:
             check_id(record.snapshot.id if record else image.id)
         except (KeyError, ValueError) as error:
             raise InputError(f"{file}: the file is not an export of a store, or damaged ({error!r})") from None
-        if refused := sorted(set(image.binds) - set(SYSTEM_BINDS)):
-            raise InputError(f"{file}: binds the host paths {', '.join(refused)}; only system directories can be bound")
+        check_binds(image, str(file))
         layers = layout.import_image(store, manifest).layers
         pin(layers)
         return _add_to_store(store, record, image.with_(layers=layers))

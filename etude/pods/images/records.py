@@ -7,11 +7,13 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from etude.pods.images.trees import digest
+from etude.errors import InputError
+from etude.pods.images.trees import DIGEST_LENGTH, digest
 from etude.pods.pod import Snapshot
 
 # directories of programs: an imported image may bind these host paths
 SYSTEM_BINDS = ("/usr", "/opt", "/nix", "/gnu", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+SYSTEM_LABEL = "org.etude.system"  # of an image that binds them: whose they are
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,8 @@ class SnapshotRecord:
 
     snapshot: Snapshot
     image: Image
+    owner: str = ""  # the run that a remote client took it for
+    lease: float = 0.0  # seconds without a use after which its host removes it; 0: never
 
 
 IMAGE = TypeAdapter(Image)
@@ -84,11 +88,30 @@ def is_id(name: str) -> bool:
     return re.fullmatch(r"(?!\.)[A-Za-z0-9._-]{1,128}", name) is not None
 
 
+def is_content_id(name: str) -> bool:
+    """Return whether the id of a layer is the digest of its content: such a layer is the same in every store."""
+    return re.fullmatch(rf"[0-9a-f]{{{DIGEST_LENGTH}}}", name) is not None
+
+
 def check_id(name: str) -> str:
     """Return an id; raise ValueError if it is none."""
     if not is_id(name):
         raise ValueError(f"{name!r} is not an id")
     return name
+
+
+def check_binds(image: Image, what: str) -> None:
+    """Raise InputError for an image from outside that binds anything but system directories."""
+    if refused := sorted(set(image.binds) - set(SYSTEM_BINDS)):
+        raise InputError(f"{what}: binds the host paths {', '.join(refused)}; only system directories can be bound")
+
+
+def check_travelled(image: Image, what: str) -> Image:
+    """Return an image that another machine sent; raise InputError if it is not one that stores exchange."""
+    check_binds(image, what)
+    if any(layer.shift or layer.memory or not is_content_id(layer.id) for layer in image.layers) or not image.layers:
+        raise InputError(f"{what}: its layers are not those of a portable image")
+    return image
 
 
 def reason(error: ValueError) -> str:

@@ -1,6 +1,7 @@
 """The store: immutable layers, and image and snapshot records that refer to them, shared by any number of processes.
 
     layers/<id>/fs        a tree in overlayfs form; built in staging/, committed by one rename, never changed again
+    layers/<id>/*.zst     the same packed, to be sent to another store; incoming/ has what arrives from others
     images/<id>.json      names/<digest of a name>.json    snapshots/<id>.json
     keys/<digest>.json    build cache: the image that a key produced; dropped when its layers are gone
     pins/<id>.json        layers that a live process needs before a record refers to them
@@ -22,14 +23,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, TypeVar, cast
 
 from pydantic import TypeAdapter
 
 from etude.errors import InputError
 from etude.files import take_lock, write_atomically
 from etude.pods.images import layers, oci
-from etude.pods.images.archive import tree_digest
+from etude.pods.images.archive import HashingReader, tree_digest, unpack
 from etude.pods.images.records import (
     IMAGE,
     IMAGE_NAME,
@@ -39,6 +40,7 @@ from etude.pods.images.records import (
     Layer,
     SnapshotRecord,
     check_id,
+    is_content_id,
     is_id,
     reason,
 )
@@ -54,7 +56,7 @@ _REMEDIES = {
     "names": "delete the file and build the image again",
     "snapshots": "delete the file; the snapshot cannot be restored",
 }
-_DIRECTORIES = ("layers", "images", "names", "snapshots", "keys", "pins", "staging", "trash")
+_DIRECTORIES = ("layers", "images", "names", "snapshots", "keys", "pins", "staging", "incoming", "trash")
 T = TypeVar("T")
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -86,11 +88,17 @@ class Store:
         """Return layers in the form that `layers.merge` and `layers.LayerStack` take."""
         return [layers.LayerDir(str(self.layer_path(layer)), layer.shift) for layer in stack]
 
-    def add_layer(self, fill: Callable[[Path], None], key: str | None = None) -> Layer:
+    def add_layer(self, fill: Callable[[Path], None], key: str | None = None, id: str = "") -> Layer:
         """Add the layer that `fill` writes into an empty directory, with a content-derived id.
 
         With a `key` (anything that determines the content), `fill` is not called if the key's layer is in the store.
+        With an `id`, derived from what determines the content, the content itself is not read.
         """
+        if id:
+            with self._shared():
+                if self._present(Layer(id)):
+                    return Layer(id)
+            return self._build_layer(fill, lambda made: Layer(id))
         if key is not None and (cached := self.cached_image(key)) is not None:
             return cached.layers[0]
         layer = self._build_layer(fill, lambda made: Layer(tree_digest(made)))
@@ -108,6 +116,72 @@ class Store:
         """Copy an upper directory or an in-memory layer into the store."""
         layer = Layer(f"up-{secrets.token_hex(16)}", shift if can_chown() else 0)
         return self._build_layer(lambda made: layers.copy(directory, made, shift, keep_shift=True), lambda made: layer)
+
+    def portable(self, layer: Layer, copy: Layer | None = None) -> Layer:
+        """Return a layer as other stores can have it: with the digest of its content as id, and without a shift.
+
+        A layer that a pod wrote is copied, once; it stays as it is. Of one in memory, `copy` is a copy on disk.
+        """
+        if is_content_id(layer.id):
+            return layer
+        source = copy or layer
+        path = self._require(source)
+        return self.add_layer(lambda made: layers.copy(path, made, source.shift), key=_portable_key(layer))
+
+    def known_portable(self, layer: Layer) -> Layer | None:
+        """Return what `portable` returned for a layer, if it is still there."""
+        if is_content_id(layer.id):
+            return layer
+        found = self.cached_image(_portable_key(layer))
+        return None if found is None else found.layers[0]
+
+    def missing(self, ids: Iterable[str]) -> list[str]:
+        """Return the layers that are not in the store, and restart the grace period of the others."""
+        with self._shared():
+            return [id for id in ids if not self._present(Layer(id))]
+
+    def receive_layer(self, id: str, packed: Path, digest: str) -> bool:
+        """Add a layer that arrived as a packed file, verifying both digests; False if the file is damaged.
+
+        An ordinary user cannot give files to others: then the file is kept too, to be sent on as it is.
+        """
+        damaged, exact = False, True
+
+        def fill(made: Path) -> None:
+            nonlocal damaged
+            with open(packed, "rb") as file:
+                reader = HashingReader(file)
+                try:
+                    unpack(cast(IO[bytes], reader), made, f"layer {id}")
+                finally:
+                    damaged = reader.drain() != digest
+
+        def describe(made: Path) -> Layer:
+            nonlocal exact
+            exact = tree_digest(made) == id
+            if damaged or (not exact and can_chown()):
+                raise InputError(f"layer {id} arrived with another content than the digest in its name")
+            return Layer(id)
+
+        try:
+            self._build_layer(fill, describe)
+        except InputError:
+            if damaged:
+                return False
+            raise
+        if not exact:
+            os.rename(packed, self.root / "layers" / id / f"kept-{digest}.zst")
+        return True
+
+    def discard_layers(self, found: Iterable[Layer]) -> None:
+        """Remove layers that only the caller knows, at once; those that a record refers to stay."""
+        with self._locked(fcntl.LOCK_EX):
+            needed = self.references()
+            for id in {layer.id for layer in found} - needed:
+                with contextlib.suppress(FileNotFoundError):
+                    os.rename(self.root / "layers" / id, self.root / "trash" / f"{id}-{secrets.token_hex(4)}")
+        for left in (self.root / "trash").iterdir():
+            remove_tree(left)
 
     def flatten(self, stack: Sequence[Layer], below: Sequence[Layer]) -> Layer:
         """Merge `stack` into one layer that looks the same on top of `below`; both are lowest first.
@@ -263,12 +337,13 @@ class Store:
 
     # -- snapshots
 
-    def save_snapshot(self, snapshot: Snapshot, image: Image) -> SnapshotRecord:
+    def save_snapshot(self, snapshot: Snapshot, image: Image, *, owner: str = "", lease: float = 0.0) -> SnapshotRecord:
         """Add a snapshot; `image` has all layers and the configuration of a pod that starts from it.
 
         A snapshot with in-memory layers may be saved too (`snapshot.durable` false); its record outlives the layers.
+        With a `lease`, `expired_snapshots` has it that many seconds after its last `renew_snapshot`.
         """
-        record = SnapshotRecord(snapshot, replace(image, id=check_id(snapshot.id), name=""))
+        record = SnapshotRecord(snapshot, replace(image, id=check_id(snapshot.id), name=""), owner, lease)
         self._write_record(
             "snapshots", snapshot.id, SNAPSHOT.dump_json(record), record.image, f"snapshot {snapshot.id}"
         )
@@ -276,7 +351,7 @@ class Store:
 
     def snapshot(self, id: str) -> SnapshotRecord:
         """Return a snapshot by its id."""
-        record = self._read(SNAPSHOT, self.root / "snapshots" / f"{id}.json") if is_id(id) else None
+        record = self._read(SNAPSHOT, self._snapshot_file(id)) if is_id(id) else None
         if record is None:
             raise InputError(f"there is no snapshot {id!r} in {self.root}")
         for layer in record.image.layers:
@@ -288,10 +363,30 @@ class Store:
         """Return every snapshot."""
         return self._read_all(SNAPSHOT, "snapshots")
 
+    def renew_snapshot(self, id: str) -> None:
+        """Start the lease of a snapshot again, if there is one of this id."""
+        if not is_id(id):
+            return
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(self._snapshot_file(id))
+
+    def expired_snapshots(self) -> list[str]:
+        """Return the snapshots whose lease has ended."""
+        found = []
+        for record in self.snapshots():
+            with contextlib.suppress(FileNotFoundError):
+                age = time.time() - self._snapshot_file(record.snapshot.id).stat().st_mtime
+                if record.lease and age > record.lease:
+                    found.append(record.snapshot.id)
+        return found
+
     def remove_snapshot(self, id: str) -> None:
         """Remove a snapshot, if it exists; the next garbage collection removes its layers."""
         if is_id(id):
-            (self.root / "snapshots" / f"{id}.json").unlink(missing_ok=True)
+            self._snapshot_file(id).unlink(missing_ok=True)
+
+    def _snapshot_file(self, id: str) -> Path:
+        return self.root / "snapshots" / f"{id}.json"
 
     # -- garbage collection
 
@@ -352,7 +447,15 @@ class Store:
         for left in (self.root / "trash").iterdir():
             remove_tree(left)
         self._remove_temporaries()
+        self.remove_packed(grace)
         return sorted(removed)
+
+    def remove_packed(self, grace: float = GRACE_S) -> None:
+        """Remove packed layers and unfinished arrivals that nothing has used for `grace` seconds."""
+        for file in (*(self.root / "layers").glob("*/packed-*"), *(self.root / "incoming").iterdir()):
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - file.stat().st_mtime >= grace:
+                    file.unlink()
 
     def _remove_temporaries(self) -> None:
         for name in ("images", "names", "snapshots", "keys", "pins"):
@@ -395,12 +498,16 @@ class Store:
                     self._require(layer, what)
             write_atomically(self.root / kind / f"{id}.json", data, durable=durable)
 
+    def arrivals_locked(self) -> contextlib.AbstractContextManager[None]:
+        """Keep all other processes from changing which layers arrive."""
+        return self._locked(fcntl.LOCK_EX, "arrivals.lock")
+
     def _shared(self) -> contextlib.AbstractContextManager[None]:
         return self._locked(fcntl.LOCK_SH)
 
     @contextlib.contextmanager
-    def _locked(self, mode: int) -> Iterator[None]:
-        lock = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    def _locked(self, mode: int, name: str = "lock") -> Iterator[None]:
+        lock = os.open(self.root / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(lock, mode)
             yield
@@ -415,6 +522,10 @@ class Store:
                 raise PodError(f"store {self.root}: {os.strerror(ctypes.get_errno())} while writing it to disk")
         finally:
             os.close(directory)
+
+
+def _portable_key(layer: Layer) -> str:
+    return f"portable {layer.id} {layer.shift}"
 
 
 def _damaged(file: Path, why: str) -> PodError:

@@ -7,6 +7,7 @@ runs on for long. A broken connection is re-established; only the commands that 
 
 import asyncio
 import contextlib
+import json
 import math
 import os
 import secrets
@@ -17,29 +18,33 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Unpack
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 import httpx
 from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus, WebSocketException
 
 from etude.errors import EtudeError, InputError
+from etude.pods.distribution import Distribution
 from etude.pods.fleet import Fleet
 from etude.pods.guest import protocol
 from etude.pods.guest.client import GuestClient, Link
 from etude.pods.guest.guest_pod import GuestPod
 from etude.pods.host import PodOptions, all_or_none
-from etude.pods.host_client import HostClient, HostGone, ImageDescription, PodDescription
-from etude.pods.images.records import Image
+from etude.pods.host_client import HostClient, HostGone, HostRefused, ImageDescription, PodDescription
+from etude.pods.host_system import HostSystem
+from etude.pods.images.builder import LayerBuilder
+from etude.pods.images.records import Image, SnapshotRecord
 from etude.pods.pod import Event, ExecResult, FileInfo, Job, Pod, PodError, PodGone, Snapshot, SnapshotKind
 from etude.pods.remote import messages
+from etude.pods.remote.images import LONG_S, RemoteBuilder, RemoteLayers
 from etude.pods.remote.messages import parse
 from etude.pods.remote.websocket import WebSocketLink
-from etude.pods.scheduling.router import HostReport
+from etude.pods.scheduling.router import REPORT_VERSION, HostReport
+from etude.pods.settings import CERTIFICATE_VARIABLE, TOKEN_VARIABLE, PodSettings, check_address
 
 CONNECT_S = 10.0
 RESPONSE_S = 60.0
-LONG_S = 1800.0  # for requests that move or copy files
 RETRIES = (0.1, 0.4)  # seconds between attempts of idempotent requests
 RECONNECT_S = 30.0  # at least, before reconnecting to a pod is given up
 # A creation may wait for admission without a byte: the kernel finds out within 50 s whether the host is still there.
@@ -54,13 +59,16 @@ KEEPALIVE = (
 class RemoteHostClient(HostClient):
     """A remote host, as the fleet sees it. Created by `open`; closing it closes the pods it created."""
 
-    def __init__(self, url: str, token: str, lease: float = messages.LEASE_S) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.netloc:
-            raise InputError(f"host {url!r}: expected the address of `etude pods serve`, such as http://127.0.0.1:7741")
-        self.url, self.name, self.lease = url.rstrip("/"), url, lease
+    def __init__(
+        self, url: str, token: str, lease: float = messages.LEASE_S, tls: ssl.SSLContext | None = None
+    ) -> None:
+        try:
+            self.url = self.name = check_address(url)
+        except ValueError as error:
+            raise InputError(f"host {error}") from None
+        self.lease = lease
         self.headers = {"authorization": f"Bearer {token}"} if token else {}
-        self.tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self.tls = (tls or ssl.create_default_context()) if self.url.startswith("https:") else None
         # Ignore the environment's proxies: hosts are on our own network, and the token must not reach a third party.
         self.http = httpx.AsyncClient(
             base_url=f"{self.url}/v1",
@@ -74,21 +82,20 @@ class RemoteHostClient(HostClient):
             ),
             trust_env=False,
         )
+        self.layers = RemoteLayers(self)
         self.created: dict[str, RemotePod] = {}  # by id; closed by `close`
         self.fleet: Fleet | None = None
 
     @classmethod
-    async def open(
-        cls, url: str, token: str, *, lease: float = messages.LEASE_S, required: bool = True
-    ) -> "RemoteHostClient":
-        """Connect to a host. Unless `required`, it may be unreachable for now; a wrong token is always an error."""
-        client = cls(url, token, lease)
+    async def open(cls, url: str, settings: PodSettings | None = None) -> "RemoteHostClient":
+        """Connect to a host; raise the error that says why it cannot be used."""
+        settings = settings or PodSettings()
+        client = cls(url, settings.token(), settings.lease_s, settings.tls())
         try:
             client.name = (await client.report()).host
-        except EtudeError as error:
-            if required or not isinstance(error, HostGone):
-                await client.http.aclose()
-                raise
+        except BaseException:
+            await client.http.aclose()
+            raise
         return client
 
     async def close(self) -> None:
@@ -109,17 +116,43 @@ class RemoteHostClient(HostClient):
                     raise self._unreachable(error) from error
                 await asyncio.sleep(pause)
         if response.is_error:
-            raise messages.error_from_json(response.status_code, response.content, self.url)
+            raise self._refusal(response.status_code, response.content)
         return response.content
 
+    def _refusal(self, status: int, body: bytes) -> EtudeError:
+        if status == 401:
+            return HostRefused(
+                f"host {self.url} refuses our token: give its own in ${TOKEN_VARIABLE}, or in a file (`token_file`)"
+            )
+        return messages.error_from_json(status, body, self.url)
+
     def _unreachable(self, error: Exception) -> HostGone:
-        return HostGone(f"host {self.url} does not answer: {str(error) or type(error).__name__}")
+        """Return the error of a request without a response."""
+        text = str(error)
+        if "CERTIFICATE_VERIFY_FAILED" in text:
+            reason = text.rpartition("certificate verify failed: ")[2].partition(" (_ssl")[0]
+            return HostRefused(
+                f"host {self.url}: its certificate is not trusted ({reason}); name the PEM file of its authority in "
+                f"${CERTIFICATE_VARIABLE}, or with the key `certificate`"
+            )
+        if "WRONG_VERSION_NUMBER" in text:
+            return HostRefused(f"host {self.url} serves without TLS; its address begins with http://")
+        return HostGone(f"host {self.url} does not answer: {text or type(error).__name__}")
 
     # ------------------------------------------------------------------------------------------- pods
 
     async def report(self) -> HostReport:
         body = await self.request("GET", "/report", retry=False)
-        return parse(HostReport, body, f"report of {self.url}; does it run the same release?")
+        try:
+            version = json.loads(body)["version"]
+        except (ValueError, KeyError, TypeError):
+            version = "none"
+        if version != REPORT_VERSION:
+            raise HostRefused(
+                f"host {self.url} runs another release of Etude (protocol {version}, ours is {REPORT_VERSION}); "
+                "install the same one there"
+            )
+        return parse(HostReport, body, f"report of {self.url}")
 
     async def create(
         self,
@@ -131,9 +164,9 @@ class RemoteHostClient(HostClient):
         **options: Unpack[PodOptions],
     ) -> "RemotePod":
         """Create a pod on the host. If the response is lost, the pod ends with its first lease."""
-        name = image if isinstance(image, str) else image.id
+        given = image.id if isinstance(image, Snapshot) else image
         lease = 0.0 if detached else self.lease
-        request = messages.to_json({"image": name, "ttl": ttl, "timeout": timeout, "lease": lease, **options})
+        request = messages.to_json({"image": given, "ttl": ttl, "timeout": timeout, "lease": lease, **options})
         wait = None if timeout is None else timeout + RESPONSE_S
         body = await self.request("POST", "/pods", retry=False, wait=wait, json=request)
         return await self._connect_pod(parse(PodDescription, body, self.url), renews=not detached)
@@ -188,15 +221,37 @@ class RemoteHostClient(HostClient):
             )
         except InvalidStatus as refused:
             body = bytes(refused.response.body or b"")
-            raise messages.error_from_json(refused.response.status_code, body, self.url) from None
+            raise self._refusal(refused.response.status_code, body) from None
         except (OSError, TimeoutError, WebSocketException) as error:
             raise self._unreachable(error) from error
         return WebSocketLink(socket, self.url)
 
     # ------------------------------------------------------------------------------------------- files
 
-    async def snapshots(self) -> list[Snapshot]:
-        return parse(list[Snapshot], await self.request("GET", "/snapshots"), self.url)
+    async def snapshots(self, owner: str = "") -> list[Snapshot]:
+        return parse(list[Snapshot], await self.request("GET", "/snapshots", params={"owner": owner}), self.url)
+
+    async def image(self, name: str) -> Image:
+        return parse(Image, await self.request("GET", f"/images/{quote(name)}", wait=LONG_S), self.url)
+
+    def builder(self, distribution: Distribution, system: HostSystem) -> LayerBuilder:
+        return RemoteBuilder(self, distribution, system)
+
+    async def portable_snapshot(self, id: str) -> SnapshotRecord:
+        body = await self.request("GET", f"/snapshots/{quote(id, safe='')}/record", wait=LONG_S)
+        return parse(SnapshotRecord, body, self.url)
+
+    async def add_snapshot(self, record: SnapshotRecord) -> None:
+        path = f"/snapshots/{quote(record.snapshot.id, safe='')}/record"
+        await self.request("PUT", path, json=messages.to_json(record))
+
+    async def drain(self, draining: bool) -> None:
+        """Let the host take no new pods, or take them again."""
+        await self.request("PUT", "/drain", json=draining)
+
+    async def doctor(self) -> dict[str, Any]:
+        """Return the host's diagnosis of itself."""
+        return parse(dict[str, Any], await self.request("GET", "/doctor", retry=False, wait=LONG_S), self.url)
 
     async def images(self) -> list[ImageDescription]:
         return parse(list[ImageDescription], await self.request("GET", "/images"), self.url)
@@ -207,7 +262,7 @@ class RemoteHostClient(HostClient):
         try:
             async with self.http.stream("GET", f"/snapshots/{quote(id)}", timeout=timeout) as response:
                 if response.is_error:
-                    raise messages.error_from_json(response.status_code, await response.aread(), self.url)
+                    raise self._refusal(response.status_code, await response.aread())
                 with open(part, "xb") as out:
                     async for chunk in response.aiter_bytes(1 << 20):
                         await asyncio.to_thread(out.write, chunk)
@@ -288,6 +343,11 @@ class RemotePod(GuestPod):
 
     # ------------------------------------------------------------------------------------------- connection
 
+    @property
+    def connected(self) -> bool:
+        """Whether the pod can be reached, as far as is known."""
+        return self.end_error is None and self.connection is not None and self.connection.closed_error is None
+
     async def open_link(self) -> Link:
         return await self.client.open_link(self.id)
 
@@ -332,15 +392,27 @@ class RemotePod(GuestPod):
             try:
                 return await self._connect()
             except PodGone as error:
-                if self.end_error is None:
-                    self._end(error)
-                    self.record("gone", {"reason": str(error)})
-                raise
+                # A pod that a snapshot restarts also ends a connection that came too early: ask its host.
+                is_restarted = self.end_error is None and time.monotonic() < deadline and await self._exists()
+                if not is_restarted:
+                    if self.end_error is None:
+                        self._end(error)
+                        self.record("gone", {"reason": str(error)})
+                    raise
             except PodError:
                 if time.monotonic() > deadline:
                     raise
             await asyncio.sleep(pause)
             pause = min(1.0, pause * 1.5)
+
+    async def _exists(self) -> bool:
+        """Return whether the host has the pod, as far as it answers."""
+        with contextlib.suppress(PodError):
+            try:
+                await self.client.request("GET", f"/pods/{self.id}")
+            except PodGone:
+                return False
+        return True
 
     def _end(self, error: PodError) -> None:
         self.end_error = self.end_error or error
@@ -397,14 +469,19 @@ class RemotePod(GuestPod):
         return messages.changes_from_json(await self._request("GET", "diff", wait=LONG_S, params={"path": list(paths)}))
 
     async def snapshot(self, kind: SnapshotKind | None = None) -> Snapshot:
-        body = await self._request("POST", "snapshot", retry=False, wait=LONG_S, json={"kind": kind})
+        fleet = self.client.fleet
+        lent = {"owner": fleet.owner, "lease": messages.SNAPSHOT_LEASE_S} if fleet is not None else {}
+        body = await self._request("POST", "snapshot", retry=False, wait=LONG_S, json={"kind": kind, **lent})
         await self._resync()
-        return parse(Snapshot, body, self.client.url)
+        taken = parse(Snapshot, body, self.client.url)
+        if fleet is not None:
+            fleet.snapshot_hosts[taken.id] = self.client.url
+        return taken
 
     async def fork(self, n: int = 1, kind: SnapshotKind | None = None) -> Sequence[Pod]:
         fleet = self.client.fleet
-        if fleet is not None and len(fleet.clients) > 1 and self.id in fleet.pod_hosts:
-            return await fleet.fork(self, n, kind)
+        if fleet is not None and len(fleet.clients) > 1:
+            return await fleet.fork(self, self.client.url, n, kind)
         body = await self._request("POST", "fork", retry=False, wait=LONG_S, json={"n": n, "kind": kind})
         found = parse(list[PodDescription], body, self.client.url)
         children, _ = await asyncio.gather(self.client.adopt_children(found, self.renews), self._resync())

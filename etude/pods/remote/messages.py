@@ -14,6 +14,9 @@ from pydantic_core import to_jsonable_python
 
 from etude.errors import BusyError, EtudeError, InputError
 from etude.pods.host_client import HostGone
+from etude.pods.images.builder import CopyStep
+from etude.pods.images.records import Image, Layer
+from etude.pods.images.transfer import LayersMissing, PackedLayer
 from etude.pods.pod import (
     DiffTooLarge,
     Egress,
@@ -32,6 +35,8 @@ from etude.pods.scheduling.router import NoHost
 
 LEASE_S = 60.0  # a pod whose client died ends after this; a server restart must take less
 MAX_LEASE_S = 24 * 3600.0
+SNAPSHOT_LEASE_S = 24 * 3600.0  # of the snapshots of a fleet, from their last use on
+MAX_SNAPSHOT_LEASE_S = 30 * 24 * 3600.0
 TUNNEL_ENDED = 4410  # close code of a tunnel: the guest init closed it, because the pod ended or was restarted
 
 T = TypeVar("T")
@@ -42,7 +47,7 @@ class CreateRequest(BaseModel):
     """A client's request for a pod. `timeout` bounds the wait for admission, `lease` the time without a renewal."""
 
     model_config = ConfigDict(extra="forbid")
-    image: str = "host"  # the name or id of an image, or the id of a snapshot
+    image: str | Image = "host"  # an image, whose layers the host has; the name of one, or the id of a snapshot
     limits: Limits | None = None
     egress: Egress | None = None
     storage: Storage = "memory"
@@ -64,6 +69,33 @@ class SnapshotRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
     n: int = 1
     kind: SnapshotKind | None = None
+    owner: str = ""  # the run that the snapshot is taken for
+    lease: Annotated[float, Field(ge=0, le=MAX_SNAPSHOT_LEASE_S)] = 0.0  # removed so long after its last use; 0: never
+
+
+class LayerRequest(BaseModel):
+    """A request to send a packed layer to a host."""
+
+    model_config = ConfigDict(extra="forbid")
+    packed: PackedLayer
+    sender: str
+
+
+class CopyRequest(BaseModel):
+    """A request to make the layer of a COPY. `sources` has the name of each, and whether ADD unpacks it."""
+
+    model_config = ConfigDict(extra="forbid")
+    step: CopyStep
+    layer: Layer | None = None
+    sources: list[tuple[str, bool]] = []
+
+
+class LocateRequest(BaseModel):
+    """A request to follow the links of a path in an image."""
+
+    model_config = ConfigDict(extra="forbid")
+    image: Image
+    path: str
 
 
 class Events(BaseModel):
@@ -117,6 +149,7 @@ _STATUS: Mapping[type[EtudeError], int] = {
     DiffTooLarge: 501,
     WaitedTooLong: 503,
     HostGone: 503,
+    LayersMissing: 404,
     NoHost: 503,
     NeverFits: 507,
     PodError: 500,

@@ -8,7 +8,9 @@ lease through the tunnel; pods that ended are reaped here. All input is checked 
 import asyncio
 import contextlib
 import logging
+import math
 import socket
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
@@ -24,17 +26,20 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from etude.errors import EtudeError, InputError
+from etude.pods.diagnosis import diagnose
 from etude.pods.guest.client import SocketLink
 from etude.pods.host import Host
 from etude.pods.host_client import HostGone, LocalHostClient, describe
+from etude.pods.images.records import Image
 from etude.pods.pod import PodError, PodGone
 from etude.pods.remote import messages
+from etude.pods.remote.image_service import ImageService, read_body
 from etude.pods.runtime.backend import LocalPod, PodSpec
 from etude.system.http import RequestGuard, cancel_on_disconnect, serving
 
-MAX_JSON = 1 << 20
 MAX_UPLOAD = 64 << 30  # bytes of a snapshot or an image; the disk is usually full before
 REAP_S = 10.0
+REPORT_AGE_S = 0.5
 TUNNEL_BUFFER = 1 << 20  # bytes buffered for a slow client before reading from the guest init pauses
 RESTART_S = 10.0  # how long a pod may be without a guest init while a snapshot is taken
 
@@ -46,12 +51,24 @@ class HostService:
 
     def __init__(self, host: Host, max_upload: int) -> None:
         self.host, self.client, self.max_upload = host, LocalHostClient(host), max_upload
+        self.images = ImageService(host, self.client, max_upload)
+        self.reported = (-math.inf, host.report())  # on the monotonic clock
+
+    async def report(self, request: Request) -> Any:
+        """Return the host's state; one answer serves the many clients that ask every second."""
+        if time.monotonic() > self.reported[0] + REPORT_AGE_S:
+            self.reported = (time.monotonic(), await self.client.report())
+        return self.reported[1]
 
     # ------------------------------------------------------------------------------------------- pods
 
     async def create(self, request: Request) -> Any:
         wanted = messages.parse(messages.CreateRequest, await read_body(request), "create")
         self._require_open()
+        if isinstance(wanted.image, Image):
+            await self.images.check(wanted.image)
+        else:
+            self.host.store.renew_snapshot(wanted.image)
         options = {name: getattr(wanted, name) for name in type(wanted).model_fields if name != "image"}
         return describe(await cancel_on_disconnect(request, self.host.create(wanted.image, attached=False, **options)))
 
@@ -96,7 +113,11 @@ class HostService:
 
     async def snapshot(self, request: Request) -> Any:
         wanted = messages.parse(messages.SnapshotRequest, await read_body(request), "snapshot")
-        return await (await self._find(request)).snapshot(wanted.kind)
+        taken = await (await self._find(request)).snapshot(wanted.kind)
+        if wanted.owner or wanted.lease:
+            image = self.host.store.snapshot(taken.id).image
+            self.host.store.save_snapshot(taken, image, owner=wanted.owner, lease=wanted.lease)
+        return taken
 
     async def fork(self, request: Request) -> Any:
         wanted = messages.parse(messages.SnapshotRequest, await read_body(request), "fork")
@@ -182,20 +203,20 @@ class HostService:
             except InputError as error:  # do not show the server's temporary path to the client
                 raise InputError(str(error).replace(str(file), "the file")) from None
 
+    async def snapshots(self, request: Request) -> Any:
+        return await self.client.snapshots(request.query_params.get("owner", ""))
+
+    async def drain(self, request: Request) -> Any:
+        self.host.draining = messages.parse(bool, await read_body(request), "drain")
+        return {}
+
+    async def doctor(self, request: Request) -> Any:
+        return await diagnose(self.host.state, self.host.backend.name)
+
     async def remove_snapshot(self, request: Request) -> Any:
         with contextlib.suppress(InputError):  # removing a missing snapshot is allowed
             await self.client.remove_snapshot(request.path_params["id"])
         return {}
-
-
-async def read_body(request: Request) -> bytes:
-    """Return the body of a request, of at most MAX_JSON bytes."""
-    data = bytearray()
-    async for chunk in request.stream():
-        data += chunk
-        if len(data) > MAX_JSON:
-            raise InputError(f"the body is over {MAX_JSON:,} bytes")
-    return bytes(data)
 
 
 async def receive_file(request: Request, file: Path, limit: int) -> None:
@@ -235,6 +256,8 @@ async def reap_forever(host: Host) -> None:
         await asyncio.sleep(REAP_S)
         try:
             await host.reap()
+            await host.remove_expired_snapshots()
+            await asyncio.to_thread(host.store.remove_packed)
         except (PodError, OSError) as error:
             logger.warning("reaping failed and will be retried: %s", error)
 
@@ -257,7 +280,7 @@ def refuse(status: int, message: str) -> Response:
 def app(host: Host, token: str, *, hosts: Sequence[str] = (), max_upload: int = MAX_UPLOAD) -> Starlette:
     """Return the application that serves an open host; an empty token disables authentication."""
     service = HostService(host, max_upload)
-    client = service.client
+    client, images = service.client, service.images
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -277,7 +300,7 @@ def app(host: Host, token: str, *, hosts: Sequence[str] = (), max_upload: int = 
 
     return Starlette(
         routes=[
-            route("/report", GET=lambda _: client.report()),
+            route("/report", GET=service.report),
             route("/pods", GET=lambda _: client.pods(), POST=service.create),
             route("/pods/{id}", GET=service.pod, DELETE=service.close),
             route("/pods/{id}/events", GET=service.events),
@@ -287,7 +310,19 @@ def app(host: Host, token: str, *, hosts: Sequence[str] = (), max_upload: int = 
             route("/pods/{id}/fork", POST=service.fork),
             WebSocketRoute("/v1/pods/{id}/agent", service.tunnel),
             route("/images", GET=lambda _: client.images(), PUT=service.import_file),
-            route("/snapshots", GET=lambda _: client.snapshots()),
+            route("/images/{name:path}", GET=images.image),
+            route("/layers/missing", POST=images.missing),
+            route("/layers/{id}/pack", POST=images.pack),
+            route("/layers/{id}/begin", POST=images.begin),
+            route("/layers/{id}/part", GET=images.read, PUT=images.write),
+            route("/builds/run", POST=images.run),
+            route("/builds/copy", POST=images.copy),
+            route("/builds/directory", POST=images.make_directory),
+            route("/builds/locate", POST=images.locate),
+            route("/drain", PUT=service.drain),
+            route("/doctor", GET=service.doctor),
+            route("/snapshots", GET=service.snapshots),
+            route("/snapshots/{id}/record", GET=images.get_snapshot, PUT=images.put_snapshot),
             route("/snapshots/{id}/persist", POST=lambda request: client.persist(request.path_params["id"])),
             route("/snapshots/{id:path}", GET=service.export, DELETE=service.remove_snapshot),
         ],

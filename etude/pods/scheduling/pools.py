@@ -4,12 +4,13 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from etude.pods.images.records import Image
 from etude.pods.pod import Egress, Limits, Pod
-from etude.pods.runtime.backend import LocalPod, PodSpec, Storage
+from etude.pods.runtime.backend import PodSpec, Storage
 
+PodT = TypeVar("PodT", bound=Pod)
 Prepare = Callable[[Pod], Awaitable[Any]]
 logger = logging.getLogger(__name__)
 
@@ -18,7 +19,7 @@ logger = logging.getLogger(__name__)
 class PodKind:
     """The attributes in which a warm pod must equal a request: also the function that prepared it, compared by `==`."""
 
-    image: str  # its id
+    image: str  # its id; of a remote pod, where the host resolves it, its name
     limits: Limits
     egress: Egress
     storage: Storage
@@ -29,12 +30,12 @@ class PodKind:
         return cls(spec.image.id, spec.limits, spec.egress, spec.storage, prepare)
 
 
-class WarmPool:
+class WarmPool(Generic[PodT]):
     """Pods of one kind. `start` creates a pod that is prepared and ready to be claimed."""
 
-    def __init__(self, image: Image, start: Callable[[], Awaitable[LocalPod]]) -> None:
+    def __init__(self, start: Callable[[], Awaitable[PodT]], image: Image | None = None) -> None:
         self.image, self.start, self.size = image, start, 0
-        self.ready: list[LocalPod] = []
+        self.ready: list[PodT] = []
         self.filling: asyncio.Task[None] | None = None
 
     async def resize(self, size: int) -> None:
@@ -44,7 +45,7 @@ class WarmPool:
         await asyncio.gather(*(pod.close() for pod in surplus))
         self.refill()
 
-    def take(self) -> LocalPod | None:
+    def take(self) -> PodT | None:
         """Return a ready pod, the oldest first; None if there is none."""
         return self.ready.pop(0) if self.ready else None
 

@@ -1,10 +1,10 @@
 """Choose the host on which a pod starts: host reports in, one placement out. Starts no pods and makes no requests.
 
-A host must have the pod's image: images are added to each host by its owner. Its cost is the expected seconds until the
-pod runs there (start-up behind other starting pods) plus a price for its fill after placement: fuller hosts are
-preferred up to a target fill, so that empty ones can be released or take a large pod. Forks and snapshots stay with
-their files. Reports are stale on arrival, so each placement counts against its host until a report must include it.
-Hosts are rows of numeric columns; equal inputs give equal placements.
+An image that is given by name must be on the host; the layers of any other can be sent there, at a price. The cost of a
+host is the expected seconds until the pod runs there (start-up behind other starting pods) plus a price for its fill
+after placement: fuller hosts are preferred up to a target fill, so that empty ones can be released or take a large pod.
+Forks and snapshots stay with their files. Reports are stale on arrival, so each placement counts against its host until
+a report must include it. Hosts are rows of numeric columns; equal inputs give equal placements.
 """
 
 import math
@@ -18,6 +18,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from etude.pods.host_system import HostSystem
 from etude.pods.pod import Capabilities, PodError
 from etude.pods.scheduling.admission import Thresholds
 from etude.pods.scheduling.pressure import Pressure
@@ -52,12 +53,22 @@ class HostReport:
     starting: int = 0  # pods that are being created
     draining: bool = False
     time: float = 0.0  # of the host's own clock: only compared with its other reports
-    version: Literal[1] = 1  # of this message
+    system: HostSystem = field(default_factory=HostSystem)
+    lacks: tuple[str, ...] = ()  # isolation that the strongest backend as root has and this host has not
+    version: Literal[2] = 2  # of this message, and of all others between a host and its clients
 
 
-def capability_labels(backend: str, capabilities: Capabilities) -> frozenset[str]:
-    """Return a backend's capabilities as labels that a request can require: `isolation:vm`, `limit:disk`, `users`."""
-    labels = {f"backend:{backend}", f"isolation:{capabilities.isolation}"}
+REPORT_VERSION = 2
+
+
+def system_label(system: HostSystem) -> str:
+    """Return the label of the hosts whose own programs are those of this system."""
+    return f"system:{system}"
+
+
+def capability_labels(backend: str, capabilities: Capabilities, system: HostSystem) -> frozenset[str]:
+    """Return what a host has as labels that a request can require: `isolation:vm`, `limit:disk`, `users`."""
+    labels = {f"backend:{backend}", f"isolation:{capabilities.isolation}", system_label(system)}
     labels |= {f"limit:{name}" for name in capabilities.limits} | {f"egress:{name}" for name in capabilities.egress}
     labels |= {f"snapshot:{kind}" for kind in capabilities.snapshots}
     labels |= {name for name in ("images", "users") if getattr(capabilities, name)}
@@ -73,6 +84,7 @@ class PlacementRequest:
     snapshot: str | None = None  # start from this instead of the bare image
     parent_host: str | None = None  # of a fork: the host the parent runs on
     requires: frozenset[str] = frozenset()  # labels of `capability_labels`
+    holders: frozenset[str] | None = None  # hosts that have the image, which can be sent to others; None: by its name
 
 
 @dataclass(eq=False, slots=True)
@@ -104,6 +116,7 @@ class PlacementPolicy:
     busy_s: float = 30.0  # price of a host whose cores are over their ceiling: last choice, better than none
     pack_s: float = 2.0  # start-up time given up, at most, to fill hosts instead of spreading
     target_fill: float = 0.8  # pack up to here: the rest is for peaks, and for forks, which stay with their parent
+    transfer_s: float = 10.0  # to send an image to a host that lacks it; how long it takes is not known before
     crowding_s: float = 20.0  # price of a host's last byte; rises from 0 at `target_fill`
     stale_s: float = 10.0  # a host without a report for this long counts as dead
     report_lag_s: float = 2.0  # from a placement until an arriving report must have counted it
@@ -277,8 +290,8 @@ class PodRouter:
         return able
 
     def _has_image(self, request: PlacementRequest) -> Booleans:
-        """Return the hosts that have the image. A snapshot is transferred with its image; its id names one, too."""
-        if request.snapshot is not None:
+        """Return the hosts that have or can get the image. A snapshot travels with its image; its id names one, too."""
+        if request.snapshot is not None or request.holders is not None:
             return np.full(len(self._column["last_seen"]), True)
         return self._rows_of(self._images.get(request.image)) | self._rows_of(self._snapshots.get(request.image))
 
@@ -307,7 +320,11 @@ class PodRouter:
         crowding = np.maximum(0.0, fill - p.target_fill) / (1 - p.target_fill)
         price = p.pack_s * (1 - fill) + p.crowding_s * crowding * crowding
         busy = p.busy_s * (c["cpu_some"] > p.thresholds.cpu_some)
-        return np.asarray(start + price + busy + c["tie_break"])
+        transfer = np.zeros(len(c["last_seen"]))
+        if request.holders is not None:
+            transfer += p.transfer_s
+            transfer[[self._hosts[name].row for name in request.holders if name in self._hosts]] = 0.0
+        return np.asarray(start + price + busy + transfer + c["tie_break"])
 
     def _assign(self, request: PlacementRequest, row: int, cost: float, now: float, local_files: bool) -> Placement:
         """Count the placement against its host and return it."""
