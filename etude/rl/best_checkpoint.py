@@ -14,7 +14,7 @@ from typing import Any
 from etude.evaluation import held_out, statistics
 from etude.files import write_atomically
 from etude.rl.settings import RlSettings
-from etude.rollouts.queue import RolloutQueue
+from etude.rollouts.queue_client import AnyQueue
 from etude.runs.layout import RunLayout
 
 
@@ -55,7 +55,7 @@ def kept_steps(
     return newest | pending | ({best} if best else set())
 
 
-def collapse(evaluations: RolloutQueue, scores: Mapping[int, float], settings: RlSettings) -> str:
+def collapse(evaluations: AnyQueue, scores: Mapping[int, float], settings: RlSettings) -> str:
     """Return why the run has collapsed, at its first evaluation that says so; "" if it has not."""
     limit = settings.max_validation_fall
     for step in sorted(scores) if limit else ():

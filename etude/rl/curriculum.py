@@ -3,15 +3,15 @@
 By default the order is a seeded shuffle, and every prompt is used once. Late in training, prompts of hard kinds are
 moved forward: a kind is what tasks share (category, family, difficulty), and it is hard if its rollouts took more turns
 and more thinking than the average and solved it sometimes. The order `solve_rate` draws prompts by how informative
-their groups are expected to be (`solve_rate.py`), and may use them again. There is no state here: every choice is a
-function of the seed and the rollout queue, so a restarted run continues as it would have.
+their groups are expected to be (`solve_rate.py`), and may use them again. Every choice is a function of the seed and
+the rollout queue, of which `prompt_history.py` keeps the sums, so a restarted run continues as it would have.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import accumulate
@@ -22,23 +22,13 @@ from pydantic import Field, JsonValue, model_validator
 
 from etude.config import Registry, Settings, check_options, registered
 from etude.errors import InputError
-from etude.rl.solve_rate import PromptStates, SolveRates, measure, prompt_states
-from etude.rollouts.queue import RolloutQueue
-from etude.rollouts.queue_records import GroupEffort
+from etude.rl.prompt_history import KindStatistics, PromptHistory, PromptRules
+from etude.rl.solve_rate import PromptStates, SolveRates
+from etude.rollouts.queue_client import AnyQueue
 from etude.tasks.task import Task
 
 NameT = TypeVar("NameT")
 MIN_ROLLOUTS = 8  # of a kind before its hardness is known
-
-
-@dataclass(frozen=True)
-class KindStatistics:
-    """Mean effort and success of the rollouts of a kind so far."""
-
-    rollouts: int
-    effort: float  # turns and thinking tokens, each relative to the mean of all rollouts
-    solved: float
-    seconds: float | None  # of the slowest rollout of a group
 
 
 def kind_of(task: Task) -> str:
@@ -177,38 +167,45 @@ class PromptDraw:
         return self.wanted - len(self.prompts)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Curriculum:
-    """The order of prompts. `tasks` maps each to its kind."""
+    """The order of prompts of one run. `tasks` maps each to its kind."""
 
     tasks: Mapping[str, str]
     seed: int = 0
     settings: CurriculumSettings = field(default_factory=CurriculumSettings)
 
     def __post_init__(self) -> None:
-        if not self.tasks:
-            raise InputError("curriculum: there are no tasks to train on")
+        self.set_tasks(self.tasks)
 
-    def next(self, queue: RolloutQueue, count: int, progress: float) -> PromptDraw:
+    def set_tasks(self, tasks: Mapping[str, str]) -> None:
+        """Choose from these tasks from now on."""
+        if not tasks:
+            raise InputError("curriculum: there are no tasks to train on")
+        self.tasks = tasks
+        self.history = PromptHistory(self.tasks, self.settings.half_life)
+        self._shuffled = sorted(self.tasks, key=lambda name: _shuffle_key(self.seed, name))
+
+    def next(self, queue: AnyQueue, count: int, progress: float) -> PromptDraw:
         """Return the next prompts, at most `count`. `progress` is the fraction of the run's steps taken."""
-        efforts, states = queue.efforts(), self.states(queue)
-        kinds = summarise_kinds(efforts, self.tasks)
+        states, figures = self.states(queue), queue.state()
+        kinds = self.history.kind_statistics()
         by_kind: defaultdict[str, list[str]] = defaultdict(list)
-        for name in sorted(states.unused, key=lambda name: _shuffle_key(self.seed, name)):
-            by_kind[self.tasks[name]].append(name)
+        for name in self._shuffled:
+            if name in states.unused:
+                by_kind[self.tasks[name]].append(name)
         reusable = states.reusable
         # Rather than to stop, use a prompt again early: first the one that was not used for longest.
-        few = queue.settings.groups_per_step - queue.outstanding() - len(states.unused) - len(reusable)
+        few = queue.settings.groups_per_step - figures.outstanding - len(states.unused) - len(reusable)
         reusable += states.waiting[: max(0, few)]
-        size, half_life = queue.settings.group_size, self.settings.half_life
         choice = PromptChoice(
             {kind: tuple(names) for kind, names in sorted(by_kind.items())},
             kinds,
             progress,
-            len(queue.uses()),
+            len(self.history.groups),
             self.seed,
             reusable,
-            measure(efforts, self.tasks, size, queue.last_step(), half_life),
+            self.history.rates(queue.settings.group_size, figures.last_step, reusable),
         )
         chosen = list(PROMPT_ORDERS[self.settings.order](choice, count, **self.settings.order_options))
         if len(chosen) > count or len(set(chosen) & {*states.unused, *reusable}) != len(chosen):
@@ -216,13 +213,14 @@ class Curriculum:
         prompts = tuple((name, expected_seconds(kinds, self.tasks[name])) for name in chosen)
         return PromptDraw(prompts, count, len(states.waiting))
 
-    def states(self, queue: RolloutQueue) -> PromptStates:
+    def states(self, queue: AnyQueue) -> PromptStates:
         """Return what each prompt may be used for next."""
-        rules = {name: getattr(self.settings, name) for name in ("reuse", "rest_steps", "unsolved_rest_steps")}
-        after = self.settings.retire_after
-        return prompt_states(self.tasks, queue.uses(), queue.efforts(), queue.last_step(), retire_after=after, **rules)
+        self.history.refresh(queue)
+        settings = self.settings
+        rules = PromptRules(settings.reuse, settings.rest_steps, settings.unsolved_rest_steps, settings.retire_after)
+        return self.history.states(queue.last_step(), rules)
 
-    def facts(self, queue: RolloutQueue) -> dict[str, int]:
+    def facts(self, queue: AnyQueue) -> dict[str, int]:
         """Return how many prompts are retired, rest and are unused, if solve rates choose them."""
         if self.settings.order != "solve_rate":
             return {}
@@ -230,45 +228,22 @@ class Curriculum:
         counts = {"prompts": self.tasks, "retired": states.retired, "resting": states.resting, "unused": states.unused}
         return {f"curriculum/{name}": len(prompts) for name, prompts in counts.items()}
 
-    def exhausted(self, queue: RolloutQueue) -> str:
+    def exhausted(self, queue: AnyQueue) -> str:
         """Return why there can be no further step; "" while there can."""
-        groups, outstanding = queue.progress(), queue.outstanding()
-        states = self.states(queue)
+        states, outstanding = self.states(queue), queue.outstanding()
         left = len(states.unused) + len(states.reusable) + len(states.waiting) + outstanding
         if left >= queue.settings.groups_per_step:
             return ""
-        dropped = sum(bool(group.dropped) for group in groups)
-        alike = queue.alike_groups()
+        alike, (ended, dropped) = queue.alike_groups(), self.history.ended()
         return (
-            f"the prompts are exhausted: of {len(self.tasks)} tasks {len(groups) - dropped - outstanding - alike} were "
-            f"trained on, {alike} had rewards without a difference, and {dropped} were dropped; the {left} left do not "
-            f"fill a step of {queue.settings.groups_per_step}. Give more tasks or fewer steps"
+            f"the prompts are exhausted: of {len(self.tasks)} tasks {ended - dropped} were trained on, "
+            f"{alike} had rewards without a difference, and {dropped} were dropped; the {left} left do not fill a step "
+            f"of {queue.settings.groups_per_step}. Give more tasks or fewer steps"
             + ("; or start from a model that solves some of them, which SFT may give" if alike else "")
         )
 
 
 # ------------------------------------------------------------------------------------------- statistics of kinds
-
-
-def summarise_kinds(efforts: Sequence[GroupEffort], tasks: Mapping[str, str]) -> dict[str, KindStatistics]:
-    """Return the statistics of each kind; groups are weighted by their rollouts."""
-    known = [effort for effort in efforts if effort.task in tasks and effort.turns is not None]
-    of_kind: defaultdict[str, list[GroupEffort]] = defaultdict(list)
-    for effort in known:
-        of_kind[tasks[effort.task]].append(effort)
-    turns, thinking = _mean(known, "turns"), _mean(known, "thinking")
-    kinds = {}
-    for name, found in of_kind.items():
-        # A model that never thinks has mean 0, and no relative effort.
-        shares = [_mean(found, part) / whole for part, whole in (("turns", turns), ("thinking", thinking)) if whole]
-        slowest = [effort.seconds for effort in found if effort.seconds is not None]
-        kinds[name] = KindStatistics(
-            sum(effort.rollouts for effort in found),
-            fmean(shares) if shares else 1.0,
-            _mean(found, "solved"),
-            fmean(slowest) if slowest else None,
-        )
-    return kinds
 
 
 def hard_weights(kinds: Mapping[str, KindStatistics], hard_weight: float) -> dict[str, float]:
@@ -290,11 +265,6 @@ def expected_seconds(kinds: Mapping[str, KindStatistics], name: str) -> float:
         return known.seconds
     others = [kind.seconds for kind in kinds.values() if kind.seconds is not None]
     return fmean(others) if others else 0.0
-
-
-def _mean(efforts: Sequence[GroupEffort], part: str) -> float:
-    known = [(getattr(effort, part), effort.rollouts) for effort in efforts if getattr(effort, part) is not None]
-    return float(sum(value * rollouts for value, rollouts in known)) / max(1, sum(rollouts for _, rollouts in known))
 
 
 # ------------------------------------------------------------------------------------------- random draws

@@ -26,23 +26,23 @@ SILENT_S = 10.0  # services report every second; a busy machine is late
 class RlHealth:
     """The health of an RL run as data."""
 
-    services: list[Facts]  # name, state, silent_s, about
+    services: list[Facts]  # name, node, state, silent_s, about
     rollouts: dict[str, dict[str, int]]  # by state, of the training and the evaluation queue
     deaths: list[Facts]  # of processes, oldest first: time, name, why
 
 
-def rl_health(run: Path | str, now: float | None = None) -> RlHealth:
+def rl_health(run: Path | str) -> RlHealth:
     """Return the services and what each waits for, the rollouts by state, and the process deaths."""
-    layout, now = RunLayout(Path(run)), time.time() if now is None else now
+    layout = RunLayout(Path(run))
     if not layout.root.is_dir():
         raise InputError(f"{run} has no RL stage yet; name a run that has started its stage rl")
     services = []
     for name, status in read_statuses(layout).items():
-        silent_s = now - float(status.get("time", 0.0))
-        ended = status.get("state") == "ended"
-        state = "silent" if silent_s > SILENT_S and not ended else str(status.get("state", ""))
-        about = str(status.get("waiting_for") or status.get("problem") or "") or _figures(status)
-        services.append({"name": name, "state": state, "silent_s": round(silent_s, 1), "about": about})
+        facts, silent = status.facts, status.age_s > SILENT_S and status.state != "ended"
+        about = str(facts.get("waiting_for") or facts.get("problem") or "") or _figures(facts)
+        state = "silent" if silent else status.state
+        facts = {"name": name, "node": str(facts.get("host", "")), "state": state}
+        services.append({**facts, "silent_s": round(status.age_s, 1), "about": about})
     rollouts = {}
     for name, path in (("training", layout.slots), ("evaluation", layout.evaluations)):
         if path.exists():
@@ -59,25 +59,26 @@ def rl_health(run: Path | str, now: float | None = None) -> RlHealth:
 def health_table(run: Path | str, now: float | None = None) -> Table:
     """Return the health of an RL run as a table for the terminal."""
     now = time.time() if now is None else now
-    health = rl_health(run, now)
+    health = rl_health(run)
     table = Table(box=None, header_style="bold")
-    for column in ("service", "state", "last status", "waiting for, or figures"):
+    for column in ("service", "node", "state", "last status", "waiting for, or figures"):
         table.add_column(column, overflow="fold", no_wrap=column != "waiting for, or figures")
     for service in health.services:
-        name, state, about = (escape(service[key]) for key in ("name", "state", "about"))
-        table.add_row(name, state, f"{service['silent_s']:.0f} s ago", about)
+        name, node, state, about = (escape(service[key]) for key in ("name", "node", "state", "about"))
+        table.add_row(name, node, state, f"{service['silent_s']:.0f} s ago", about)
     for name, states in health.rollouts.items():
         counts = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
-        table.add_row(name, "rollouts", "", counts or "none")
+        table.add_row(name, "", "rollouts", "", counts or "none")
     if health.deaths:
         last = health.deaths[-1]
         text = f"{len(health.deaths)}, the last: {last['name']} {last['why']}"
-        table.add_row("deaths", "", f"{now - last['time']:.0f} s ago", escape(text))
+        table.add_row("deaths", "", "", f"{now - last['time']:.0f} s ago", escape(text))
     return table
 
 
 def _figures(status: Mapping[str, Any]) -> str:
     labels = {"step": "step", "version": "version", "running": "running", "waiting": "waiting", "tokens_s": "tokens/s"}
     found = [f"{label} {status[name]}" for name, label in labels.items() if isinstance(status.get(name), int | float)]
+    found += [f"on {status['cluster']}"] if "cluster" in status else []
     held = status.get("held")
     return ", ".join([*found, f"{len(held)} rollouts"] if isinstance(held, list | dict) else found)

@@ -11,9 +11,11 @@ from collections.abc import Iterator
 
 from etude.chat.tokenizer import Tokenizer
 from etude.config import load_table, read_toml
+from etude.data.dealing import deal, sequence_cost
 from etude.data.mixture import DocumentSpan, Mixture
 from etude.data.packing import Batch, pack_rows
 from etude.errors import InputError
+from etude.model.config import ModelConfig
 from etude.rl.settings import RlSettings
 from etude.runs.layout import RunLayout
 from etude.runs.run import Run
@@ -38,13 +40,26 @@ def open_mixture(layout: RunLayout, seed: int) -> Mixture:
     return mixture
 
 
-def demonstration_steps(mixture: Mixture, settings: RlSettings, step: int, padding: int) -> Iterator[list[Batch]]:
-    """Yield the micro-batches of the steps after `step`."""
+def demonstration_steps(
+    mixture: Mixture,
+    settings: RlSettings,
+    config: ModelConfig,
+    step: int,
+    padding: int,
+    rank: int = 0,
+    ranks: int = 1,
+) -> Iterator[list[Batch]]:
+    """Yield a rank's micro-batches of the steps after `step`, for all ranks equally many."""
     for number, rows in enumerate(_rows_of_steps(mixture, settings.groups_per_step * settings.group_size)):
-        if number >= step:
-            yield [
-                pack_rows(mixture, rows[at : at + settings.rows], padding) for at in range(0, len(rows), settings.rows)
-            ]
+        if number < step:
+            continue
+        own, most = rows, len(rows)
+        if ranks > 1:
+            costs = [sum(sequence_cost(config, span.stop - span.start) for span in row) for row in rows]
+            dealt = deal(costs, ranks)
+            own, most = [rows[index] for index in dealt[rank]], max(map(len, dealt))
+        parts = [own[at : at + settings.rows] for at in range(0, most, settings.rows)]
+        yield [pack_rows(mixture, part or [[]], padding) for part in parts]
 
 
 def _rows_of_steps(mixture: Mixture, sessions: int) -> Iterator[list[list[DocumentSpan]]]:

@@ -10,34 +10,22 @@ queue does not know as trained; going back to a checkpoint makes the later group
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-import torch
 
-from etude.cluster.local import ServiceGaveUp
-from etude.data.packing import Batch
-from etude.harness.trace import Segment, Trace
-from etude.harness.trace_store import load_trace
-from etude.kernels.loss import IGNORE, token_logprobs
-from etude.model.checkpoint import rounded_views
-from etude.model.transformer import Transformer
+from etude.cluster.supervisor import ServiceGaveUp
 from etude.rewards.reward import rescore
-from etude.rl.advantages import KL_FORMS, kl_penalties, token_advantages
 from etude.rl.controls import rollout_advantages, used_rewards
-from etude.rl.objective import PolicyGradient, RolloutBatch
-from etude.rl.packing import TrainingSequence, pack
+from etude.rl.learner import Learner, StepOrder, StepOutcome
 from etude.rl.settings import RlSettings
-from etude.rollouts.queue import RolloutQueue
+from etude.rollouts.queue_client import AnyQueue
 from etude.rollouts.queue_records import ReadyGroup
 from etude.runs.layout import RunLayout
-from etude.train.objectives import Objective, next_token
 from etude.train.optim import LRSchedule
-from etude.train.trainer import StepResult, Trainer
-from etude.weights.publisher import Publisher
+from etude.weights.publisher import PublishingFailed
 
 POLL_S = 0.05
 MISMATCHES = {
@@ -49,7 +37,6 @@ MISMATCH_ADVICE = {
     'or recompute caches (rl.sampler.on_swap = "recompute")',
     "staleness": "lower rl.max_staleness or rl.learning_rate, or set rl.estimator.max_importance_ratio",
 }
-OVERLONG_ENDINGS = frozenset({"length", "tokens", "turns", "time", "context"})
 
 
 class RlStalled(ServiceGaveUp):
@@ -66,32 +53,31 @@ class RlLoop:
 
     layout: RunLayout
     settings: RlSettings
-    trainer: Trainer
-    objective: PolicyGradient
-    queue: RolloutQueue
-    evaluation_queue: RolloutQueue | None  # records which policy step a weight version belongs to
-    publisher: Publisher
-    reference: Transformer | None  # KL reference policy
-    padding: int
+    learner: Learner
+    queue: AnyQueue
+    evaluation_queue: AnyQueue | None  # records which policy step a weight version belongs to
     version: int  # newest published weight version
     seed: int = 0  # of the run
-    demonstrations: Iterator[list[Batch]] | None = None  # of the control imitation: instead of rollouts
     validate_every: int = 0  # policy steps between validations while the run goes on; 0: none
     reward_weights: Callable[[int], Mapping[str, float]] | None = None  # in force at a policy step
     blocked_by: Callable[[], str] = lambda: ""  # what else a step waits for, apart from groups; "": nothing
     report_status: Callable[..., None] = lambda **facts: None
     record_step: Callable[[int, dict[str, Any]], None] = lambda step, facts: None
-    checkpoint: Callable[[], None] = lambda: None
+
+    @property
+    def step_count(self) -> int:
+        return self.learner.trainer.step_count
+
+    def checkpoint(self) -> None:
+        self.learner.lead("checkpoint")
 
 
 @dataclass(frozen=True)
 class StepMaterial:
     """What one policy step learns from."""
 
-    batches: Sequence[Batch]
-    objective: Objective
     groups: Sequence[ReadyGroup] = ()  # consumed by the step
-    sequences: int = 0
+    rollouts: Sequence[tuple[str, float]] | None = None  # traces and advantages; None: demonstrations
     divisor: float | None = None  # of the summed loss; None: its mean over tokens
     scale: float = 1.0  # factor of the learning rate
     waited: Mapping[str, float] = field(default_factory=dict)  # seconds by reason
@@ -99,12 +85,12 @@ class StepMaterial:
 
 def learn(loop: RlLoop) -> None:
     """Take the remaining policy steps, or as many as there is material for."""
-    settings, trainer = loop.settings, loop.trainer
+    settings = loop.settings
     schedule = LRSchedule(settings.steps, settings.warmup_steps, "constant")
-    while (step := trainer.step_count) < settings.steps:
+    while (step := loop.step_count) < settings.steps:
         started = time.monotonic()
         try:
-            material = demonstrations(loop, step) if loop.demonstrations else rollouts(loop, step)
+            material = demonstrations(loop, step) if settings.control == "imitation" else rollouts(loop, step)
         except RlStalled:
             if step % settings.checkpoint_every:  # a resumed run must not repeat these steps
                 loop.checkpoint()
@@ -115,21 +101,20 @@ def learn(loop: RlLoop) -> None:
             break
         loop.report_status(state="working", step=step)
         rate = schedule.factor(step) * material.scale
-        result = trainer.step(material.batches, material.objective, rate, material.divisor)
-        check_finite(loop, result, step + 1)
-        mismatch = loop.objective.mismatch(loop.version)
+        order = StepOrder(rate, loop.version, material.rollouts, material.divisor)
+        outcome: StepOutcome = loop.learner.lead("step", order)
+        check_finite(loop, outcome, step + 1)
         loop.queue.mark_trained(material.groups, step + 1)
         publish(loop)
-        wall_s = time.monotonic() - started
-        loop.record_step(step + 1, step_facts(loop, material, result, mismatch, wall_s))
-        done = trainer.step_count
+        loop.record_step(step + 1, step_facts(loop, material, outcome, time.monotonic() - started))
+        done = loop.step_count
         validated = settings.keep_best and loop.validate_every and done % loop.validate_every == 0
         if done == settings.steps or done % settings.checkpoint_every == 0 or validated:
             loop.checkpoint()
 
 
 def rollouts(loop: RlLoop, step: int) -> StepMaterial | None:
-    """Wait for the groups of the next step and return them as packed sequences; None if there will never be enough."""
+    """Wait for the groups of the next step and return their rollouts; None if there will never be enough."""
     settings = loop.settings
     groups, waited = wait_for_groups(loop, step)
     if groups is None:
@@ -137,29 +122,23 @@ def rollouts(loop: RlLoop, step: int) -> StepMaterial | None:
     groups = score_groups(loop, groups, step + 1)
     # Only groups that are alike can have waited longer: the trainer went back to a checkpoint meanwhile.
     fresh = [group for group in groups if step - group.oldest_step <= settings.max_staleness]
-    sequences = build_training_sequences(loop, fresh)
-    (batches,) = pack(
-        sequences, loop.trainer.model.config, length=settings.length, rows=settings.rows, padding=loop.padding
-    )
     # Divided by a constant, so that neither long rollouts nor long steps count less.
     divisor = settings.groups_per_step * settings.group_size * settings.loss_tokens
-    scale = step_scale(settings, groups)
-    return StepMaterial(batches, loop.objective, groups, len(sequences), divisor, scale, waited)
+    return StepMaterial(groups, trained_rollouts(loop, fresh), divisor, step_scale(settings, groups), waited)
 
 
 def demonstrations(loop: RlLoop, step: int) -> StepMaterial:
-    """Return the next demonstrations, after the evaluation that is due: nothing else keeps pace with such steps."""
-    assert loop.demonstrations is not None
+    """Wait for the evaluation that is due, because nothing else keeps pace with steps on demonstrations."""
     started, last, deadline = time.monotonic(), "", 0.0
     while blocker := loop.blocked_by() or store_blocker(loop):
+        publish_pending(loop)
         if blocker != last:
             last, deadline = blocker, time.monotonic() + loop.settings.stall_s
         if time.monotonic() > deadline:
             raise RlStalled(f"the trainer has waited {loop.settings.stall_s:.0f} s for {blocker}")
         loop.report_status(state="waiting", step=step, waiting_for=blocker)
         time.sleep(POLL_S)
-    waited = {"measurement": time.monotonic() - started} if last else {}
-    return StepMaterial(next(loop.demonstrations), next_token, waited=waited)
+    return StepMaterial(waited={"measurement": time.monotonic() - started} if last else {})
 
 
 def wait_for_groups(loop: RlLoop, step: int) -> tuple[list[ReadyGroup] | None, dict[str, float]]:
@@ -168,24 +147,31 @@ def wait_for_groups(loop: RlLoop, step: int) -> tuple[list[ReadyGroup] | None, d
     Raises RlStalled when nothing makes progress any more.
     """
     last_progress: object = None
+    seen: object = None
     deadline = 0.0
     waited: dict[str, float] = {}
+    slow: list[str] = []
     last = time.monotonic()
     while True:
+        publish_pending(loop)
         blocker = loop.blocked_by() or store_blocker(loop)
-        groups = None if blocker else take_groups(loop, step)
+        state = loop.queue.state()
+        if (looked := (state.changes, blocker)) != seen:
+            groups = None if blocker else take_groups(loop, step)
+            if groups is not None:
+                return groups, waited
+            slow, seen = [] if blocker else loop.queue.awaited_tasks(step), looked
+        if not blocker and loop.layout.exhausted.exists() and state.outstanding < loop.settings.groups_per_step:
+            return None, waited
         now = time.monotonic()
-        if groups is not None or (not blocker and prompts_exhausted(loop)):
-            return groups, waited
-        slow = [] if blocker else loop.queue.awaited_tasks(step)
         reason = "store" if store_blocker(loop) else "measurement" if blocker else "slow_groups" if slow else "rollouts"
         waited[reason] = waited.get(reason, 0.0) + now - last
         last = now
         # A slow group is no stall while its worker sends heartbeats: its session has time limits of its own.
-        progress = loop.queue.counts(), blocker, loop.queue.last_heartbeat() if slow else 0.0
+        progress = state.counts, blocker, state.last_heartbeat if slow else 0.0
         if progress != last_progress:
             last_progress, deadline = progress, now + loop.settings.stall_s
-        waiting_for = blocker or loop.queue.waiting_for(time.time())
+        waiting_for = blocker or state.waiting_for
         if slow:
             waiting_for = f"{', '.join(slow[:3])}, which would otherwise exceed rl.max_staleness; {waiting_for}"
         if now > deadline:
@@ -224,18 +210,10 @@ def store_blocker(loop: RlLoop) -> str:
     Steps go on as long as rollouts of the weights that samplers have stay within max_staleness after them; beyond, new
     rollouts would be too stale to train on before they are finished.
     """
-    publisher = loop.publisher
+    publisher = loop.learner.publisher
     if not publisher.problem or publisher.behind < max(1, loop.settings.max_staleness):
         return ""
     return f"the weight store, which is {publisher.behind} versions behind: {publisher.problem}"
-
-
-def prompts_exhausted(loop: RlLoop) -> bool:
-    """Return whether all prompts are used and fewer groups are in progress than a step needs."""
-    return loop.layout.exhausted.exists() and loop.queue.outstanding() < loop.settings.groups_per_step
-
-
-# ------------------------------------------------------------------------------------------ training sequences
 
 
 def score_groups(loop: RlLoop, groups: Sequence[ReadyGroup], step: int) -> list[ReadyGroup]:
@@ -250,63 +228,15 @@ def score_groups(loop: RlLoop, groups: Sequence[ReadyGroup], step: int) -> list[
     return found
 
 
-def build_training_sequences(loop: RlLoop, groups: Sequence[ReadyGroup]) -> list[TrainingSequence]:
-    """Return the segments of all rollouts with their token advantages; rollouts without gradient are left out."""
-    estimator = loop.settings.estimator
-    sequences: list[TrainingSequence] = []
+def trained_rollouts(loop: RlLoop, groups: Sequence[ReadyGroup]) -> list[tuple[str, float]]:
+    """Return the traces of all rollouts with their advantages; those without a gradient are left out."""
+    found: list[tuple[str, float]] = []
     for group in groups:
         advantages = rollout_advantages(group, loop.settings, loop.seed)
         for slot, advantage in zip(group.slots, advantages, strict=True):
-            if not advantage and estimator.kl == "none":
-                continue  # its gradient is exactly zero
-            sequences += rollout_sequences(loop, load_trace(loop.layout.root / slot.trace), advantage)
-    return sequences
-
-
-def rollout_sequences(loop: RlLoop, trace: Trace, advantage: float) -> list[TrainingSequence]:
-    """Return the training sequences of one rollout: the final reward counts for every sampled token of the chain of
-    segments, self-summaries included."""
-    estimator = loop.settings.estimator
-    segments = [segment for segment in trace.segments if segment.kind != "compaction" and segment.sampled.any()]
-    if not estimator.replay:
-        segments = [replace(segment, routing=None) for segment in segments]
-    if estimator.mask_overlong and trace.ending in OVERLONG_ENDINGS:
-        return []
-    penalties = None
-    if loop.reference is not None and segments:
-        own = np.concatenate([segment.logprobs[segment.sampled] for segment in segments])
-        reference = np.concatenate(reference_logprobs(loop, segments))
-        penalties = estimator.kl_weight * kl_penalties(KL_FORMS[estimator.kl], own, reference)
-    parts = token_advantages(
-        advantage,
-        [int(segment.sampled.sum()) for segment in segments],
-        penalties=penalties,
-        divide_by_length=estimator.divide_by_length,
-    )
-    return [TrainingSequence(segment, part) for segment, part in zip(segments, parts, strict=True)]
-
-
-@torch.no_grad()
-def reference_logprobs(loop: RlLoop, segments: Sequence[Segment]) -> list[npt.NDArray[np.float32]]:
-    """Return the reference policy's log-probabilities of the sampled tokens of each segment, at the temperature."""
-    assert loop.reference is not None
-    sizes = [int(segment.sampled.sum()) for segment in segments]
-    # The "advantage" of a token is its index here, so that results can be put back in order after packing.
-    indices = np.split(np.arange(sum(sizes), dtype=np.float32), np.cumsum(sizes)[:-1])
-    sequences = [TrainingSequence(replace(s, routing=None), part) for s, part in zip(segments, indices, strict=True)]
-    config, settings = loop.reference.config, loop.settings
-    (batches,) = pack(sequences, config, length=settings.length, rows=settings.rows, padding=loop.padding)
-    found = np.zeros(sum(sizes), np.float32)
-    for batch in batches:
-        moved = batch.to(loop.trainer.device)
-        assert isinstance(moved, RolloutBatch)
-        hidden = loop.reference.hidden(moved.tokens, documents=moved.documents).flatten(0, 1)
-        targets = moved.targets.flatten()
-        logprobs = token_logprobs(hidden / settings.temperature, loop.reference.head_weight, targets)
-        sampled = targets != IGNORE
-        positions = moved.token_advantages.flatten()[sampled].long().cpu().numpy()
-        found[positions] = logprobs[sampled].float().cpu().numpy()
-    return np.split(found, np.cumsum(sizes)[:-1])
+            if advantage or loop.settings.estimator.kl != "none":  # without an advantage the KL penalty has one
+                found.append((slot.trace, advantage))
+    return found
 
 
 # ------------------------------------------------------------------------------------------ after a step
@@ -314,19 +244,37 @@ def reference_logprobs(loop: RlLoop, segments: Sequence[Segment]) -> list[npt.ND
 
 def publish(loop: RlLoop) -> None:
     """Upload the weights in the background. The queues learn their policy step before a sampler can use them."""
-    dtype = getattr(torch, loop.settings.weights.dtype)
     loop.version += 1
-    for queue in filter(None, (loop.queue, loop.evaluation_queue)):
-        queue.record_version(loop.version, loop.trainer.step_count)
-    with torch.no_grad():
-        loop.publisher.publish_soon(loop.version, rounded_views(loop.trainer.model, dtype))
+    for queue in (loop.queue, loop.evaluation_queue):
+        if queue is not None:
+            queue.record_version(loop.version, loop.step_count)
+    loop.learner.lead("publish", loop.version)
 
 
-def check_finite(loop: RlLoop, result: StepResult, step: int) -> None:
+def publish_pending(loop: RlLoop) -> None:
+    """Publish weights that waited for an earlier upload, if this rank has finished it."""
+    learner = loop.learner
+    if learner.pending is not None and not learner.publisher.busy:
+        learner.lead("publish", learner.pending)
+
+
+def finish_publishing(loop: RlLoop) -> None:
+    """Wait until the newest weights are in the store."""
+    deadline = time.monotonic() + loop.settings.stall_s
+    while loop.learner.pending is not None:
+        publish_pending(loop)
+        if time.monotonic() > deadline:
+            problem = loop.learner.publisher.problem or "the upload is slow"
+            raise PublishingFailed(f"{loop.layout.store}: not written after {loop.settings.stall_s:.0f} s: {problem}")
+        time.sleep(POLL_S)
+    loop.learner.lead("flush", loop.settings.stall_s)
+
+
+def check_finite(loop: RlLoop, outcome: StepOutcome, step: int) -> None:
     """Raise RlDiverged before a step that is not finite reaches samplers or checkpoints."""
+    result = outcome.result
     values = {**result.metrics, **{f"gradient norm of {name}": norm for name, norm in result.gradient_norms.items()}}
-    with torch.no_grad():
-        values["norm of the weights"] = float(torch.nn.utils.get_total_norm(loop.trainer.model.parameters()))
+    values["norm of the weights"] = outcome.weight_norm
     bad = [name for name, value in values.items() if not np.isfinite(value)]
     if bad:
         advice = "start another run with a lower rl.learning_rate, for instance from one of the checkpoints in"
@@ -344,11 +292,9 @@ def mismatch_alarms(mismatch: Mapping[str, float], settings: RlSettings) -> list
     ]
 
 
-def step_facts(
-    loop: RlLoop, material: StepMaterial, result: StepResult, mismatch: Mapping[str, float], wall_s: float
-) -> dict[str, Any]:
+def step_facts(loop: RlLoop, material: StepMaterial, outcome: StepOutcome, wall_s: float) -> dict[str, Any]:
     """Return the facts of a step that the trainer records: metrics, tokens, times, mismatch and upload."""
-    uploads, settings = loop.publisher.history[-1:], loop.settings
+    publisher, settings, result, mismatch = loop.learner.publisher, loop.settings, outcome.result, outcome.mismatch
     shuffled: dict[int, float] = {}
     if settings.control == "placebo":  # the reward that each rollout was given
         for group in material.groups:
@@ -357,17 +303,18 @@ def step_facts(
     return {
         **({"placebo": shuffled} if shuffled else {}),
         **mismatch,
-        **({"store_problem": loop.publisher.problem} if loop.publisher.problem else {}),
-        "alarms": mismatch_alarms(mismatch, loop.settings),
+        **({"store_problem": publisher.problem} if publisher.problem else {}),
+        **({"imbalance": round(outcome.imbalance, 4)} if loop.learner.mesh else {}),
+        "alarms": mismatch_alarms(mismatch, settings),
         "groups": [group.id for group in material.groups],
         "step_scale": material.scale,
         "version": loop.version,
         "values": result.metrics,
         "gradient_norm": result.gradient_norms["model"],
         "clipped": float(result.clipped),
-        "trained_tokens": result.loss_tokens if material.batches else 0,
+        "trained_tokens": result.loss_tokens if outcome.sequences or material.rollouts is None else 0,
         "tokens": result.tokens,
-        "pieces": material.sequences,
+        "pieces": outcome.sequences,
         "step_s": result.seconds,
         "waited_s": sum(material.waited.values()),
         "waited_for": dict(material.waited),
@@ -382,6 +329,6 @@ def step_facts(
                 "seconds": upload.seconds,
                 "skipped": upload.skipped,
             }
-            for upload in uploads
+            for upload in publisher.history[-1:]
         ],
     }

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from etude.rewards.monitors import HISTORY, monitor_readings
-from etude.rollouts.queue import RolloutQueue
+from etude.rollouts.queue_client import AnyQueue
 from etude.rollouts.queue_records import ReadyGroup
 
 Facts = dict[str, Any]
@@ -29,7 +29,7 @@ def step_metrics(
     step: int,
     step_facts: Mapping[str, Any],
     services: Mapping[str, Mapping[str, Any]],
-    queue: RolloutQueue,
+    queue: AnyQueue,
     previous: Mapping[str, Any] | None = None,
 ) -> Facts:
     """Return the record of a step, from the trainer's facts of it; `previous` is the record of the step before."""
@@ -136,6 +136,7 @@ def trainer_facts(step_facts: Mapping[str, Any]) -> Facts:
         "step_scale",
         "store_problem",
         "clipped",
+        "imbalance",
         *MISMATCHES,
         "version",
         "trained_tokens",
@@ -175,7 +176,7 @@ def sampler_facts(services: Mapping[str, Mapping[str, Any]], previous: Mapping[s
     return record | ({"samplers_idle_s": idle, "samplers_seen_s": observed} if observed else {})
 
 
-def incident_facts(queue: RolloutQueue, step: int) -> Facts:
+def incident_facts(queue: AnyQueue, step: int) -> Facts:
     """Return the number of incidents since the previous step, by kind, and the most common reason of failure."""
     incidents = queue.incidents(step)
     counts = Counter(incident.kind for incident in incidents)
@@ -221,7 +222,7 @@ def progress_line(facts: Mapping[str, Any]) -> str:
 
 
 def stage_facts(
-    metrics: Sequence[Mapping[str, Any]], queue: RolloutQueue, deaths: Sequence[str], result_step: int | None = None
+    metrics: Sequence[Mapping[str, Any]], queue: AnyQueue, deaths: Sequence[str], result_step: int | None = None
 ) -> Facts:
     """Return the summary of a finished stage, from its metrics; `result_step` made its model, by default the last."""
     steps = [record for record in metrics if not record.get("evaluation")]

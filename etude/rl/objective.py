@@ -8,16 +8,21 @@ thing to look at when a run goes wrong.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
 from etude.data.packing import Batch
+from etude.harness.trace import NO_VERSION
 from etude.kernels.loss import token_logprobs, weighted_logprobs
 from etude.model.transformer import Transformer
 from etude.train.objectives import ObjectiveSums, loss_positions, record_routing
+
+if TYPE_CHECKING:
+    from etude.parallel.mesh import TrainingMesh
 
 # Minus the objective, summed over the given tokens: a function of the trainer's log-probabilities, which have a
 # gradient, the sampler's, and the token advantages.
@@ -33,15 +38,13 @@ class RolloutBatch(Batch):
     sampler_versions: Tensor = field(default_factory=lambda: torch.empty(0))  # of weights, int32; -1: not sampled
     routing: Tensor | None = None  # [rows, length, moe layers, experts per token] of the token itself; -1: unknown
 
-    def to(self, device: torch.device | str) -> RolloutBatch:
-        moved = super().to(device)
-        return replace(  # type: ignore[call-arg,return-value]
-            moved,
-            token_advantages=self.token_advantages.to(device),
-            sampler_logprobs=self.sampler_logprobs.to(device),
-            sampler_versions=self.sampler_versions.to(device),
-            routing=None if self.routing is None else self.routing.to(device),
-        )
+    TOKEN_FIELDS: ClassVar[dict[str, int | float]] = {
+        **Batch.TOKEN_FIELDS,
+        "token_advantages": 0.0,
+        "sampler_logprobs": 0.0,
+        "sampler_versions": NO_VERSION,
+        "routing": -1,
+    }
 
 
 def policy_gradient(
@@ -91,16 +94,20 @@ class PolicyGradient:
         }
         return ObjectiveSums(loss, shown, routing=routing)
 
-    def mismatch(self, version: int) -> dict[str, float]:
+    def mismatch(self, version: int, mesh: TrainingMesh | None = None) -> dict[str, float]:
         """Return mean and 99th percentile of |trainer - sampler| log-probability since the last call.
 
         Apart for tokens that the trainer's own weight version sampled, where the difference is one of numerics, and
-        for tokens of other versions, where it is mostly staleness. Without such tokens there is no number.
+        for tokens of other versions, where it is mostly staleness. Without such tokens there is no number. On a mesh
+        the leading rank gets those of all ranks, the others nothing.
         """
-        found, self.differences = self.differences, []
+        found = [(differences.cpu(), versions.cpu()) for differences, versions in self.differences]
+        self.differences = []
+        if mesh is not None:
+            found = [part for parts in mesh.gather(found) or [] for part in parts]
         if not found:
             return {}
-        differences, versions = (torch.cat(parts).cpu() for parts in zip(*found, strict=True))
+        differences, versions = (torch.cat(parts) for parts in zip(*found, strict=True))
         facts: dict[str, float] = {}
         for name, counted in (("numerics", versions == version), ("staleness", versions != version)):
             if len(part := differences[counted]):

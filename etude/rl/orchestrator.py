@@ -10,17 +10,18 @@ with `--resume` continues from the queue, the trainer's newest checkpoint and th
 
 import json
 import os
-import shutil
-import sqlite3
+import sys
 import time
-import uuid
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, field
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from etude.cluster.local import LocalServices
+from etude.cluster.cluster import ServiceSpec
+from etude.cluster.launch import open_cluster
+from etude.cluster.settings import ClusterSettings
+from etude.cluster.supervisor import ServiceSupervisor
 from etude.errors import EtudeError, InputError
 from etude.evaluation import held_out, statistics
 from etude.evaluation.scorings import record_scoring
@@ -28,16 +29,24 @@ from etude.files import write_atomically
 from etude.rl import best_checkpoint, metrics
 from etude.rl.curriculum import Curriculum, kind_of
 from etude.rl.imitation import check_demonstrations
+from etude.rl.services import SAMPLER, TRAINER, WORKER, add_rl_services
 from etude.rl.settings import RlSettings
 from etude.rl.sibling_process import read_siblings
+from etude.rl.starting_model import copy_checkpoint, make_starting_model
 from etude.rl.trainer_process import checkpoints, intact_checkpoints
 from etude.rollouts.queue import RolloutQueue
-from etude.rollouts.settings import EvaluationSettings, evaluation_queue
-from etude.runs.copy_stages import link_or_copy
+from etude.rollouts.queue_client import AnyQueue, QueueClient
+from etude.rollouts.queue_reader import IN_FLIGHT_STATES
+from etude.rollouts.queue_records import QueueState
+from etude.rollouts.run_queues import open_queues
+from etude.rollouts.settings import EvaluationSettings, load_queues
+from etude.runs.address import choose_address
+from etude.runs.client import RunClient, RunServiceUnavailable
 from etude.runs.layout import RunLayout
-from etude.runs.run import Artefact, Parent, Run
-from etude.runs.service_status import read_statuses, write_status
+from etude.runs.run import Parent, Run
+from etude.runs.service_status import RUN_SERVICE, StatusReader
 from etude.system.progress import ProgressCallback
+from etude.system.terminal import say
 from etude.tasks.harbor import find_tasks, read_task
 from etude.tasks.task import Task
 from etude.train.stages import initial_weights
@@ -45,65 +54,69 @@ from etude.weights.object_store import ObjectStore
 from etude.weights.owner import claimed
 
 TICK_S = 0.1
-RECONCILE_S = 1.0  # leases are long
+STATUS_S = 1.0
 Facts = dict[str, Any]
 
 
 def run_rl(
-    run: Run, settings: RlSettings, evaluation: EvaluationSettings | None, seed: int, report: ProgressCallback
+    run: Run,
+    settings: RlSettings,
+    evaluation: EvaluationSettings | None,
+    seed: int,
+    report: ProgressCallback,
+    cluster: ClusterSettings,
 ) -> Facts:
     """Run asynchronous reinforcement learning to its end; return the facts of the stage's summary."""
     layout = RunLayout(run.path, settings.weights.store)
-    tasks = prepare(run, settings, evaluation, layout)
-    with open_queues(layout, settings, evaluation) as (queue, evaluations):
-        intact_checkpoints(layout)  # here too, so that the user reads of a damaged one
-        if settings.control != "imitation":
-            check_queue_matches_checkpoint(layout, queue)
-        queue.release()
-        evaluations.release()
-        orchestrator = Orchestrator(run, settings, layout, queue, evaluations, tasks, seed, report, evaluation)
-        store = claimed(ObjectStore(layout.store), layout.run_id(), inside=not settings.weights.store)
-        with store, mark_services_ended(layout), LocalServices(layout, orchestrator.on_process_death) as services:
-            services.add("trainer", "etude.rl.trainer_process", finishes=True)
-            for number in range(settings.sampler.count):
-                name = f"sampler-{number}"
-                services.add(name, "etude.inference.sampler_process", "--name", name)
-            for number in range(settings.workers):
-                name = f"worker-{number}"
-                services.add(name, "etude.rollouts.worker", "--name", name)
-            if settings.curriculum.siblings:
-                services.add("siblings", "etude.rl.sibling_process")
-            while not orchestrator.is_finished(services):
-                services.tick()
+    tasks = prepare(run, settings, evaluation, layout, seed)
+    intact_checkpoints(layout)  # here too, so that the user reads of a damaged one
+    check_queues(layout, settings)
+    store = claimed(ObjectStore(layout.store), layout.run_id(), inside=not settings.weights.store)
+    with (
+        store,
+        open_cluster(cluster, layout) as machines,
+        closing(StatusReader(layout)) as statuses,
+        ServiceSupervisor(machines, layout.logs, statuses) as services,
+        run_service(services, layout) as client,
+    ):
+        queues = (QueueClient(client, name, found) for name, found in sorted(load_queues(layout).items()))
+        evaluations, queue = queues
+        orchestrator = Orchestrator(
+            run, settings, layout, queue, evaluations, statuses, tasks, seed, report, evaluation
+        )
+        services.on_death = orchestrator.on_process_death
+        add_rl_services(services, layout, settings, cluster, client.url)
+        finished = orchestrator.is_finished(services)
+        while not finished:
+            services.tick()
+            with suppress(RunServiceUnavailable):  # it is starting
                 orchestrator.tick(services)
-                time.sleep(TICK_S)
-        return orchestrator.finish()
+                finished = orchestrator.is_finished(services)
+            time.sleep(TICK_S)
+    with (
+        closing(RolloutQueue.open_read_only(layout.slots)) as ended,
+        closing(RolloutQueue.open_read_only(layout.evaluations)) as ended_evaluations,
+    ):
+        return orchestrator.finish(ended, ended_evaluations)
 
 
 @contextmanager
-def open_queues(
-    layout: RunLayout, settings: RlSettings, evaluation: EvaluationSettings | None
-) -> Iterator[tuple[RolloutQueue, RolloutQueue]]:
-    """Open the rollout queues of training and of evaluation."""
-    samples = evaluation.validation_samples if evaluation else 1
-    try:
-        queue = RolloutQueue(layout.slots, settings)
-        evaluations = RolloutQueue(layout.evaluations, evaluation_queue(settings, samples))
-    except sqlite3.DatabaseError as error:
-        files = f"{layout.slots.name} and {layout.evaluations.name}"
-        raise InputError(f"{layout.root}: {files}: {error}; restore them, or start another run") from error
-    with closing(queue), closing(evaluations):
-        yield queue, evaluations
+def run_service(services: ServiceSupervisor, layout: RunLayout) -> Iterator[RunClient]:
+    """Have the run service started first and stopped last; give a client that does not wait for it.
 
-
-@contextmanager
-def mark_services_ended(layout: RunLayout) -> Iterator[None]:
-    """When the stage ends, however that happens, mark the status of every service as ended."""
-    try:
-        yield
-    finally:
-        for name, status in read_statuses(layout).items():
-            write_status(layout, name, **{**status, "state": "ended", "waiting_for": ""})
+    What the orchestrator does not get done in one tick it does in the next.
+    """
+    layout.statuses.unlink(missing_ok=True)  # of processes that have ended
+    address = choose_address(layout, services.cluster.address)
+    if not address.is_local and address.url.startswith("http:"):
+        say("etude: warning: the run service has no TLS: its token can be read on the network", file=sys.stderr)
+    arguments = (str(layout.run), "--root", layout.service_root)
+    services.add(ServiceSpec(RUN_SERVICE, "etude.rollouts.run_service", arguments))
+    with closing(RunClient.beside(layout, patience_s=0)) as client:
+        try:
+            yield client
+        finally:
+            services.stop(*(name for name in services.services if name != RUN_SERVICE))
 
 
 # ------------------------------------------------------------------------------------------ preparing
@@ -117,9 +130,11 @@ class RlTaskSets:
     held_out: dict[str, Task]
 
 
-def prepare(run: Run, settings: RlSettings, evaluation: EvaluationSettings | None, layout: RunLayout) -> RlTaskSets:
-    """Copy the model that RL starts from into the run, and write the task lists for the workers."""
-    copy_model(run, settings.model or initial_weights(run, "rl"), layout)
+def prepare(
+    run: Run, settings: RlSettings, evaluation: EvaluationSettings | None, layout: RunLayout, seed: int
+) -> RlTaskSets:
+    """Make the model that RL starts from, and write the task lists for the workers."""
+    make_starting_model(run, settings.model or initial_weights(run, "rl"), layout, settings.lora, seed)
     train = named_tasks(task_directory(run, settings.tasks, "rl.tasks"))
     needed = settings.steps * settings.groups_per_step
     if settings.control == "imitation":
@@ -144,20 +159,6 @@ def new_siblings(layout: RunLayout, tasks: Collection[str]) -> dict[str, Task]:
     return {name: read_task(Path(directory)) for name, directory in found.items() if name not in tasks}
 
 
-def copy_model(run: Run, origin: Artefact | Path, layout: RunLayout) -> None:
-    """Make the directory that a set of processes shares, with a copy of the model it starts from."""
-    layout.make()
-    if not layout.id.exists():
-        write_atomically(layout.id, uuid.uuid4().hex, durable=True)
-    if not layout.model.is_dir():
-        source = origin if isinstance(origin, Path) else origin.path
-        write_atomically(layout.origin, json.dumps(asdict(run.parent(origin))))
-        draft = layout.root / ".model.making"
-        shutil.rmtree(draft, ignore_errors=True)
-        shutil.copytree(source, draft, copy_function=link_or_copy, ignore=shutil.ignore_patterns("optimizer.*"))
-        draft.rename(layout.model)
-
-
 def write_task_lists(layout: RunLayout, train: Mapping[str, Task], evaluated: Mapping[str, Task]) -> None:
     """Write the tasks by name, for the workers."""
     sets = {"train": train, "held_out": evaluated}
@@ -171,14 +172,20 @@ def evaluated_tasks(run: Run, name: str, max_tasks: int | None) -> dict[str, Tas
     return {f"{Path(name).name}/{task}": tasks[task] for task in held_out.choose_tasks(tasks, max_tasks)}
 
 
-def check_queue_matches_checkpoint(layout: RunLayout, queue: RolloutQueue) -> None:
-    """Refuse a queue that is older than the trainer's checkpoint: prompts would be trained on again."""
+def check_queues(layout: RunLayout, settings: RlSettings) -> None:
+    """Open the queues before the run service does: requeue what was in flight, refuse one that is not the run's.
+
+    A queue older than the trainer's checkpoint would have prompts trained on again.
+    """
     step = max((step for step, _ in checkpoints(layout)), default=0)
-    if queue.last_step() < step:
-        raise InputError(
-            f"{layout.slots} records {queue.last_step()} steps, but the trainer's checkpoint is of step {step}: which "
-            "prompts were used is lost; restore the file, or start another run from that checkpoint"
-        )
+    with open_queues(layout) as queues:
+        for queue in queues.values():
+            queue.release()
+        if settings.control != "imitation" and (last := queues["training"].last_step()) < step:
+            raise InputError(
+                f"{layout.slots} records {last} steps, but the trainer's checkpoint is of step {step}: which "
+                "prompts were used is lost; restore the file, or start another run from that checkpoint"
+            )
 
 
 def task_directory(run: Run, name: str, key: str) -> Path:
@@ -214,8 +221,9 @@ class Orchestrator:
     run: Run
     settings: RlSettings
     layout: RunLayout
-    queue: RolloutQueue
-    evaluations: RolloutQueue
+    queue: AnyQueue
+    evaluations: AnyQueue
+    statuses: StatusReader
     tasks: RlTaskSets
     seed: int
     report: ProgressCallback
@@ -223,10 +231,15 @@ class Orchestrator:
     logged_steps: int = field(init=False)  # steps whose facts are in the metrics
     logged_evaluations: set[int] = field(init=False)  # steps whose evaluation is in the metrics
     process_deaths: list[str] = field(init=False, default_factory=list)
+    dead_workers: list[str] = field(init=False, default_factory=list)  # whose slots are not requeued yet
     logged_deaths: int = field(init=False, default=0)
     last_step_line: str = field(init=False, default="")  # of the progress line
     served_step: int | None = field(init=False, default=None)  # the step whose weights all samplers have
+    unplaced: set[str] = field(init=False, default_factory=set)  # services that wait for resources
     judged: object = field(init=False, default=None)  # the evaluations that were judged last
+    seen: object = field(init=False, default=None)  # what the last complete tick has seen
+    running_evaluations: int = field(init=False, default=0)  # started and not in the metrics yet
+    reported_at: float = field(init=False, default=0.0)
 
     def __post_init__(self) -> None:
         kinds = {name: kind_of(task) for name, task in self.tasks.train.items()}
@@ -237,34 +250,41 @@ class Orchestrator:
         self.step_identities = {step: step_identity(record) for step, record in self.step_records.items()}
         self.logged_steps = max(self.step_records, default=0)
         self._lineage = -1  # of the evaluations that were checked last
-        self._reconciled_at = 0.0
+        self._step = 0
 
     @property
     def step(self) -> int:
         """Policy steps the trainer has taken."""
-        return max((int(path.stem) for path in self.layout.steps.glob("[0-9]*.json")), default=0)
+        if self._step and not self.layout.step_file(self._step).exists():  # the trainer went back to a checkpoint
+            self._step = max((int(path.stem) for path in self.layout.steps.glob("[0-9]*.json")), default=0)
+        while self.layout.step_file(self._step + 1).exists():
+            self._step += 1
+        return self._step
 
-    def tick(self, services: LocalServices) -> None:
-        step = self.step
-        if time.monotonic() - self._reconciled_at > RECONCILE_S:
-            self.queue.reconcile(time.time(), step)
-            held_out.reconcile(self.evaluations, time.time())
-            self._reconciled_at = time.monotonic()
-        if "began" not in self.run.facts("rl") and self.samplers_have(0):
-            self.run.save_facts("rl", began=time.time())  # the time before was spent loading models
-        self.start_due_evaluation(step)
-        self.update_served_step()
+    def tick(self, services: ServiceSupervisor) -> None:
+        """Do what is to be done; nothing, beside reporting, if nothing has changed since the last tick."""
+        step, self.unplaced = self.step, services.unplaced()
+        self.release_slots()
+        state, evaluated = self.queue.state(), self.evaluations.state()
+        seen = (step, state.changes, evaluated.changes, self.sampler_versions())
+        if seen != self.seen:
+            if "began" not in self.run.facts("rl") and self.samplers_have(0):
+                self.run.save_facts("rl", began=time.time())  # the time before was spent loading models
+            self.start_due_evaluation(step)
+            self.update_served_step()
+            self.start_groups(step)
+            self.log_steps(step)
+            self.log_evaluations()
+            self.judge_validation()
+            self.seen = seen
         self.add_siblings()
-        self.start_groups(step)
-        self.log_steps(step)
-        self.log_evaluations()
-        self.judge_validation()
-        self.report_status(step, services)
+        self.report_status(step, services, state, evaluated)
 
     def update_served_step(self) -> None:
         """Record in the queue the oldest policy step whose weights a sampler still serves."""
-        steps = [self.queue.step_of(version) for version in self.sampler_versions() if version is not None]
-        if len(steps) == self.settings.sampler.count and min(steps) != self.served_step:
+        versions = self.sampler_versions()
+        steps = [self.queue.step_of(version) for version in versions if version is not None]
+        if len(steps) == len(versions) and min(steps) != self.served_step:
             self.served_step = min(steps)
             self.queue.set_served_step(self.served_step)
 
@@ -274,9 +294,9 @@ class Orchestrator:
             return
         self.tasks.train.update(new)
         write_task_lists(self.layout, self.tasks.train, self.tasks.held_out)  # before a worker can claim one
-        kinds = {name: kind_of(task) for name, task in self.tasks.train.items()}
-        self.curriculum = Curriculum(kinds, self.seed, self.settings.curriculum)
+        self.curriculum.set_tasks({name: kind_of(task) for name, task in self.tasks.train.items()})
         self.layout.exhausted.unlink(missing_ok=True)
+        self.seen = None
 
     def start_groups(self, step: int) -> None:
         """Start as many groups as may be outstanding.
@@ -327,7 +347,8 @@ class Orchestrator:
             facts = json.loads(self.layout.step_file(number).read_text(encoding="utf-8"))
             groups = self.queue.groups(facts["groups"])
             previous = self.step_records.get(self.logged_steps)
-            values = metrics.step_metrics(groups, number, facts, read_statuses(self.layout), self.queue, previous)
+            services = {name: status.facts for name, status in self.statuses.all().items()}
+            values = metrics.step_metrics(groups, number, facts, services, self.queue, previous)
             values |= self.curriculum.facts(self.queue)
             values["infrastructure/deaths"] = len(self.process_deaths) - self.logged_deaths
             self.logged_deaths = len(self.process_deaths)
@@ -365,66 +386,77 @@ class Orchestrator:
 
     def log_evaluations(self) -> None:
         self.unlog_lost_evaluations()
-        for step in held_out.started(self.evaluations):
+        started = held_out.started(self.evaluations)
+        self.running_evaluations = sum(step not in self.logged_evaluations for step in started)
+        for step in started:
             if step in self.logged_evaluations or step > self.logged_steps:
                 continue
             if held_out.is_finished(self.evaluations, step):
                 results = held_out.results(self.evaluations, step)
                 self.run.log("rl", step, evaluation=True, **statistics.summarise(results))
                 self.logged_evaluations.add(step)
+                self.running_evaluations -= 1
 
     def judge_validation(self) -> None:
         """Tell the trainer the scores of evaluated steps, and record that the run ends here if it has collapsed."""
         if self.judged == (logged := (self._lineage, frozenset(self.logged_evaluations))):
             return
-        self.judged, scores = logged, self.scores()
+        scores = self.scores()
         best_checkpoint.write_scores(self.layout, scores)
         if reason := best_checkpoint.collapse(self.evaluations, scores, self.settings):
             write_atomically(self.layout.collapsed, reason, durable=True)
+        self.judged = logged
 
     def scores(self) -> dict[int, float]:
         return best_checkpoint.validation_scores(self.run.metrics("rl"))
 
-    def report_status(self, step: int, services: LocalServices) -> None:
-        """Update the progress line and the orchestrator's own status."""
-        counts = self.queue.counts()
-        in_flight = sum(counts.get(state, 0) for state in ("starting", "running", "grading"))
+    def report_status(self, step: int, services: ServiceSupervisor, state: QueueState, evaluated: QueueState) -> None:
+        """Update the progress line and, every second, the orchestrator's own status."""
+        counts = state.counts
+        in_flight = sum(counts.get(name, 0) for name in IN_FLIGHT_STATES)
         note = f"{in_flight} in flight, {counts.get('ready', 0)} ready"
         note += f"  {self.last_step_line}" if self.last_step_line else ""
         if "began" not in self.run.facts("rl"):
             note = "trainer and samplers are starting"
-        elif evaluating := self.evaluation_progress():
+        elif evaluating := self.evaluation_progress(evaluated):
             note = f"{evaluating}  {note}"
         self.report(step, self.settings.steps, note)
-        write_status(self.layout, "orchestrator", step=step, counts=counts, deaths=services.restarts())
+        if time.monotonic() - self.reported_at > STATUS_S:
+            self.reported_at = time.monotonic()
+            waiting = f"resources: {lacking}" if (lacking := services.waiting_for()) else ""
+            facts = {"counts": counts, "deaths": services.restarts(), "cluster": services.cluster.name}
+            self.statuses.report("orchestrator", step=step, waiting_for=waiting, **facts)
 
-    def evaluation_progress(self) -> str:
+    def evaluation_progress(self, evaluated: QueueState) -> str:
         """Describe the progress of a running evaluation; "" if there is none."""
-        evaluation = self.evaluation
-        steps = [step for step in held_out.started(self.evaluations) if step not in self.logged_evaluations]
-        if evaluation is None or not steps:
+        if self.evaluation is None or not self.running_evaluations:
             return ""
-        counts = self.evaluations.counts()
-        left = sum(count for state, count in counts.items() if state not in ("ready", "trained", "dropped"))
-        total = len(steps) * len(self.tasks.held_out) * evaluation.validation_samples
+        left = sum(count for state, count in evaluated.counts.items() if state not in ("ready", "trained", "dropped"))
+        total = self.running_evaluations * len(self.tasks.held_out) * self.evaluation.validation_samples
         return f"evaluated {max(0, total - left)} of {total}"
 
     def on_process_death(self, name: str, reason: str) -> None:
-        """Record the death, and requeue a worker's slots at once."""
+        """Record the death."""
         self.process_deaths.append(f"{name} {reason}")
         with open(self.layout.logs / "deaths.jsonl", "a", encoding="utf-8") as log:
             log.write(json.dumps({"time": time.time(), "name": name, "why": reason}) + "\n")
-        if name.startswith("worker"):
+        if name.startswith(WORKER):
+            self.dead_workers.append(name)
+
+    def release_slots(self) -> None:
+        """Requeue the slots of workers that died, without waiting for their leases to expire."""
+        for name in list(self.dead_workers):
             self.queue.release(name)
             self.evaluations.release(name)
+            self.dead_workers.remove(name)
 
     # -------------------------------------------------------------------------------------- finishing
 
-    def is_finished(self, services: LocalServices) -> bool:
+    def is_finished(self, services: ServiceSupervisor) -> bool:
         """Return whether the trainer has finished and its last weights are evaluated, or the run has collapsed."""
         if self.layout.collapsed.exists():
             return True
-        trainer = services.services.get("trainer")
+        trainer = services.services.get(TRAINER)
         if trainer is None or not trainer.finished:
             return False
         step = self.step
@@ -455,13 +487,20 @@ class Orchestrator:
         return all(loaded is not None and loaded >= version for loaded in self.sampler_versions())
 
     def sampler_versions(self) -> list[int | None]:
-        """Return the weight version of each sampler; None for one that has none yet."""
-        statuses = read_statuses(self.layout)
-        names = (f"sampler-{number}" for number in range(self.settings.sampler.count))
-        return [statuses.get(name, {}).get("version") for name in names]
+        """Return the weight version of each sampler; None for one that has none yet.
 
-    def finish(self) -> Facts:
-        """Save the resulting weights as a checkpoint of the run, and return the facts of the stage's summary."""
+        One that waits for resources does not count, because it will start with the newest version.
+        """
+        names = [f"{SAMPLER}-{number}" for number in range(self.settings.sampler.count)]
+        placed = [name for name in names if name not in self.unplaced]
+        found = [self.statuses.get(name) for name in placed or names]
+        return [status.facts.get("version") if status is not None else None for status in found]
+
+    def finish(self, queue: RolloutQueue, evaluations: RolloutQueue) -> Facts:
+        """Save the resulting weights as a checkpoint of the run, and return the facts of the stage's summary.
+
+        The run service has ended: the queues are read from their files.
+        """
         found = checkpoints(self.layout)
         note = self.layout.exhausted
         ended_early = note.read_text(encoding="utf-8") if note.exists() else ""
@@ -472,9 +511,8 @@ class Orchestrator:
         if not any(artefact.name == f"rl-{step}" for artefact in self.run.artefacts("checkpoint")):
             origin = Parent(**json.loads(self.layout.origin.read_text(encoding="utf-8")))
             with self.run.checkpoint("rl", step, parents=[origin]) as directory:
-                ignored = shutil.ignore_patterns("optimizer.*", "training.json")
-                shutil.copytree(source, directory, dirs_exist_ok=True, ignore=ignored, copy_function=link_or_copy)
-        facts = metrics.stage_facts(self.run.metrics("rl"), self.queue, self.process_deaths, step)
+                copy_checkpoint(source, directory, self.run.path)
+        facts = metrics.stage_facts(self.run.metrics("rl"), queue, self.process_deaths, step)
         facts |= {"result_step": step, "control": self.settings.control}
         if self.layout.collapsed.exists():
             facts["collapsed"] = self.layout.collapsed.read_text(encoding="utf-8")
@@ -483,6 +521,6 @@ class Orchestrator:
             facts["ended_early"] = ended_early
             self.report(step, step, "ended early")
         if {0, step} <= self.logged_evaluations and step:
-            before, after = (held_out.results(self.evaluations, each) for each in (0, step))
+            before, after = (held_out.results(evaluations, each) for each in (0, step))
             facts["rise"] = statistics.compare(before, after)
         return facts

@@ -1,20 +1,19 @@
 """Pack training sequences into rows for the trainer, with equal work for every rank.
 
-A training sequence attends to itself only. Its cost is linear in its tokens for matrix products and quadratic for
-attention, so rows of equal length are not equal work, and balancing by tokens makes every rank wait for the one with
-the longest sequences. Rows are therefore filled by length, which must fit, and assigned to ranks by cost.
+A training sequence attends to itself only. Rows are filled by length, which must fit, and dealt to ranks by cost
+(`etude.data.dealing`). All ranks get equally many micro-batches, because each forward pass is one of all together.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from etude.data.dealing import deal, imbalance, sequence_cost
 from etude.errors import InputError
 from etude.harness.trace import NO_VERSION, Segment
 from etude.kernels.loss import IGNORE
@@ -38,17 +37,6 @@ class TrainingSequence:
         return len(self.segment)
 
 
-def sequence_cost(config: ModelConfig, tokens: int) -> float:
-    """Return the multiplications of one sequence's forward pass, up to a constant factor."""
-    width = config.heads * config.head_dim
-    mlp = config.mlp_size
-    if config.moe is not None:
-        mlp = config.moe.expert_size * config.moe.per_token + config.moe.shared_size
-    per_token = config.layers * (4 * config.hidden_size * width + 3 * config.hidden_size * mlp)
-    per_token += config.hidden_size * config.vocab_size
-    return tokens * per_token + config.layers * width * tokens * tokens  # half of all pairs, twice: scores and sums
-
-
 def fill_rows(sizes: Sequence[int], length: int) -> list[list[int]]:
     """Return indices in rows of at most `length` tokens: largest first, each into the fullest row that it fits.
 
@@ -68,41 +56,54 @@ def fill_rows(sizes: Sequence[int], length: int) -> list[list[int]]:
     return rows
 
 
-def assign_to_ranks(costs: Sequence[float], ranks: int) -> list[list[int]]:
-    """Return the indices for each rank: the most expensive first, each to the rank with the least work so far."""
-    if ranks < 1:
-        raise InputError(f"packing: {ranks} ranks; expected at least 1")
-    assigned: list[list[int]] = [[] for _ in range(ranks)]
-    heap = [(0.0, rank) for rank in range(ranks)]
-    for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        total, rank = heapq.heappop(heap)
-        assigned[rank].append(index)
-        heapq.heappush(heap, (total + costs[index], rank))
-    return assigned
+@dataclass(frozen=True)
+class PackingPlan:
+    """Which sequences share a row, and which rank has which rows."""
+
+    rows: list[list[list[int]]]  # of each rank: rows of indices
+    imbalance: float  # work of the busiest rank relative to the mean
 
 
-def pack(
-    sequences: Sequence[TrainingSequence],
+def plan_packing(sizes: Sequence[int], config: ModelConfig, *, length: int, ranks: int = 1) -> PackingPlan:
+    """Return a plan for sequences of these sizes; every rank that makes it makes the same."""
+    filled = fill_rows(sizes, length)
+    costs = [sum(sequence_cost(config, sizes[index]) for index in row) for row in filled]
+    dealt = deal(costs, ranks)
+    return PackingPlan([[filled[row] for row in own] for own in dealt], imbalance(costs, dealt) if costs else 1.0)
+
+
+def pack_planned(
+    plan: PackingPlan,
+    sequences: Mapping[int, TrainingSequence],
     config: ModelConfig,
     *,
-    length: int,
     rows: int,
     padding: int,
-    ranks: int = 1,
-) -> list[list[RolloutBatch]]:
-    """Return micro-batches of at most `rows` rows for each rank. Sequences without a sampled token are left out."""
-    trained = [sequence for sequence in sequences if len(sequence.token_advantages)]
-    filled = fill_rows([len(sequence) for sequence in trained], length)
-    costs = [sum(sequence_cost(config, len(trained[index])) for index in row) for row in filled]
+    rank: int = 0,
+) -> list[RolloutBatch]:
+    """Return a rank's micro-batches of at most `rows` rows; `sequences` has those of its rows.
+
+    All ranks get equally many: one without a row left takes part with padding.
+    """
+    own, most = plan.rows[rank], max(map(len, plan.rows))
     batches = []
-    for assigned in assign_to_ranks(costs, ranks):
-        own = [[trained[index] for index in filled[row]] for row in assigned]
-        batches.append([_batch(own[at : at + rows], config, padding) for at in range(0, len(own), rows)])
+    for at in range(0, most, rows):
+        some = [[sequences[index] for index in row] for row in own[at : at + rows]]
+        batches.append(_batch(some or [[]], config, padding))
     return batches
 
 
+def pack(
+    sequences: Sequence[TrainingSequence], config: ModelConfig, *, length: int, rows: int, padding: int
+) -> list[RolloutBatch]:
+    """Return sequences as micro-batches of at most `rows` rows; those without a sampled token are left out."""
+    trained = dict(enumerate(sequence for sequence in sequences if len(sequence.token_advantages)))
+    plan = plan_packing([len(sequence) for sequence in trained.values()], config, length=length)
+    return pack_planned(plan, trained, config, rows=rows, padding=padding)
+
+
 def _batch(rows: Sequence[Sequence[TrainingSequence]], config: ModelConfig, padding: int) -> RolloutBatch:
-    length = max(sum(map(len, row)) for row in rows)
+    length = max(1, *(sum(map(len, row)) for row in rows))
     shape = len(rows), length
     tokens, targets = np.full(shape, padding, np.int64), np.full(shape, IGNORE, np.int64)
     advantages, sampler_logprobs = np.zeros(shape, np.float32), np.zeros(shape, np.float32)

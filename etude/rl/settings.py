@@ -6,14 +6,26 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
-from etude.config import AbsolutePath, NameOrPath, Registry, check_options, load_table, made_by, read_toml, registered
+from etude.config import (
+    AbsolutePath,
+    NameOrPath,
+    Registry,
+    StageSettings,
+    check_options,
+    load_table,
+    made_by,
+    read_toml,
+    registered,
+)
 from etude.errors import InputError
 from etude.inference.settings import SamplerRunSettings
+from etude.model.settings import LoraSettings
+from etude.parallel.settings import ParallelSettings
 from etude.rl.advantages import EstimatorSettings
 from etude.rl.curriculum import CurriculumSettings
 from etude.rollouts.settings import RolloutSettings
 from etude.runs.layout import RunLayout
-from etude.train.settings import BalanceSettings
+from etude.train.settings import BalanceSettings, check_frozen_routers
 
 # Losses of sampled tokens (`TokenLoss` in rl/objective.py), with their options as keyword-only parameters.
 OBJECTIVES = Registry[Callable[..., Any]]("objective", lazy={"policy_gradient": "etude.rl.objective:policy_gradient"})
@@ -70,6 +82,10 @@ class RlSettings(RolloutSettings, SamplerRunSettings):
         description="the summed loss of a step is divided by its rollouts times this constant, not by their tokens",
     )
     balance: BalanceSettings = Field(default_factory=BalanceSettings, description="load of the experts of a MoE model")
+    lora: LoraSettings | None = Field(
+        default=None,
+        description="train and publish adapters only, with the weights frozen; default: all weights",
+    )
     max_numerics_mismatch: float = Field(
         default=0.2,
         ge=0,
@@ -80,6 +96,9 @@ class RlSettings(RolloutSettings, SamplerRunSettings):
     )
     length: int = Field(default=4096, ge=2, description="tokens of a packed row; a longer segment gets its own row")
     rows: int = Field(default=4, ge=1, description="packed rows of one micro-batch")
+    parallel: ParallelSettings = Field(
+        default_factory=ParallelSettings, description="processes of the trainer; default: those of [parallel], or one"
+    )
     device: str = Field(default="auto", description="trainer device: cpu, cuda ...; auto: a GPU if there is one")
     threads: int = Field(default=0, ge=0, description="CPU threads of the trainer; 0: torch's default")
     compile: bool = Field(
@@ -102,6 +121,8 @@ class RlSettings(RolloutSettings, SamplerRunSettings):
 
     @model_validator(mode="after")
     def _check_key_combinations(self) -> Self:
+        check_frozen_routers(self.lora, self.balance)
+        self.parallel.check_device(self.device)
         if self.objective == "policy_gradient":
             if self.objective_options:
                 raise ValueError("objective_options would not be used: policy_gradient is set by rl.estimator")
@@ -119,7 +140,12 @@ class RlSettings(RolloutSettings, SamplerRunSettings):
             raise ValueError(
                 'weights.dtype must be "bfloat16" if precision is: there are no float32 weights to publish'
             )
-        if self.window and self.sampler.kv_cache_tokens < self.window:
+        if self.sampler.backend != "etude" and self.lora is not None and self.sampler.on_swap == "recompute":
+            raise ValueError(
+                'sampler.on_swap = "recompute" would not be used: with adapters a running request ends with those that '
+                "it began with, and a new one shares no cache of older ones"
+            )
+        if self.sampler.backend == "etude" and self.window and self.sampler.kv_cache_tokens < self.window:
             held = f"sampler.kv_cache_tokens = {self.sampler.kv_cache_tokens} does not hold one session"
             raise ValueError(f"{held}: give at least window = {self.window}, better that for each of in_flight")
         return self
@@ -128,6 +154,16 @@ class RlSettings(RolloutSettings, SamplerRunSettings):
     def warmup_steps(self) -> int:
         """The steps of the warm-up."""
         return min(10, max(2, self.steps // 10)) if self.warmup is None else self.warmup
+
+
+class ControlSettings(StageSettings):
+    """A control of RL in the same run: RL's loop with another signal, from the same start, measured beside it."""
+
+    kind: Literal["placebo", "rejection", "imitation"] = Field(
+        description="placebo (rewards shuffled within groups), rejection (fine-tuning on its own solved rollouts), "
+        "imitation (further epochs of sft)"
+    )
+    learning_rate: float | None = Field(default=None, gt=0, description="learning rate; default: rl.learning_rate")
 
 
 def open_rl_run(run: Path | str) -> tuple[RunLayout, RlSettings]:

@@ -23,12 +23,14 @@ from etude.config import read_toml
 from etude.errors import EtudeError, InputError
 from etude.files import write_atomically
 from etude.pods.fleet import Fleet, open_fleet
+from etude.pods.settings import PodSettings
 from etude.rl.curriculum import Curriculum
+from etude.rl.services import SIBLINGS
 from etude.rl.settings import open_rl_run
 from etude.rollouts.queue import RolloutQueue
 from etude.rollouts.settings import load_evaluation
 from etude.runs.layout import RunLayout
-from etude.runs.service_status import write_status
+from etude.runs.service_status import StatusReader
 from etude.system.processes import die_with_parent, parent_process
 from etude.system.terminal import say
 from etude.tasks.harbor import find_tasks
@@ -36,7 +38,6 @@ from etude.tasks.leaks import find_leaks, measured_answers
 from etude.tasks.sources import TASK_SOURCES, TaskSource
 from etude.tasks.validate import validate
 
-SERVICE = "siblings"
 POLL_S, STATUS_S = 2.0, 1.0
 TRIES = 3  # siblings drawn until one is admitted
 
@@ -91,8 +92,10 @@ async def make_siblings(layout: RunLayout, source: TaskSource, fleet: Fleet, cur
     """Make the sibling of one retired task that has none yet; return whether there was one to make."""
     lists, made = layout.task_lists(), read_siblings(layout)
     tasks = lists["train"]
+    if curriculum.tasks.keys() != tasks.keys():  # siblings have joined
+        curriculum.set_tasks(dict.fromkeys(tasks, ""))
     with closing(RolloutQueue.open_read_only(layout.slots)) as queue:
-        states = Curriculum(dict.fromkeys(tasks, ""), seed, curriculum.settings).states(queue)
+        states = curriculum.states(queue)
     waiting = sorted(states.retired - made.keys())
     if not waiting:
         return False
@@ -121,13 +124,15 @@ def open_source(name: str) -> TaskSource:
     return TASK_SOURCES[name]()
 
 
-async def run(layout: RunLayout, source: TaskSource, curriculum: Curriculum, seed: int) -> None:
+async def run(layout: RunLayout, pods: PodSettings, source: TaskSource, curriculum: Curriculum, seed: int) -> None:
+    statuses = StatusReader(layout)
+
     async def report() -> None:
         while True:
-            write_status(layout, SERVICE, state="working", siblings=len(read_siblings(layout)))
+            await asyncio.to_thread(statuses.report, SIBLINGS, state="working", siblings=len(read_siblings(layout)))
             await asyncio.sleep(STATUS_S)
 
-    async with open_fleet(state=layout.pods) as fleet:
+    async with open_fleet(pods=pods, state=layout.pods) as fleet:
         reporting = asyncio.create_task(report())
         try:
             while True:
@@ -144,10 +149,10 @@ def main() -> None:
     try:
         source = open_source(settings.curriculum.siblings)
         curriculum = Curriculum(dict.fromkeys(layout.task_lists()["train"], ""), seed, settings.curriculum)
-        asyncio.run(run(layout, source, curriculum, seed))
+        asyncio.run(run(layout, settings.pods, source, curriculum, seed))
     except EtudeError as error:
         say(f"etude: {error}", file=sys.stderr)
-        write_status(layout, SERVICE, state="failed", problem=str(error))
+        StatusReader(layout).report(SIBLINGS, state="failed", problem=str(error))
         sys.exit(error.exit_code)
 
 

@@ -2,61 +2,74 @@
 
 A checkpoint is a Hugging Face directory with the optimizer's tensors, the step and a digest. After a restart the
 trainer continues from the newest intact checkpoint, rewinds the queue to it, and publishes its weights as a new
-version: version numbers only ever grow.
+version: version numbers only ever grow. With `rl.parallel` it is several processes, the ranks of one job: their
+supervisor starts them with the environment that torchrun would give them, and ends all when one has died.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 from etude.chat.tokenizer import Tokenizer
 from etude.config import read_toml
 from etude.data.packing import Batch
-from etude.errors import EtudeError
+from etude.errors import EtudeError, InputError
 from etude.evaluation import held_out
 from etude.files import commit_directory, files_digest, write_atomically
 from etude.harness.profile import AgentProfile
+from etude.harness.trace import Trace
 from etude.kernels import usable_device
-from etude.model.checkpoint import load, training_file, write_model, write_training_file
-from etude.model.config import PROFILE_FILE
+from etude.model.checkpoint import TRAINING, load, training_file
+from etude.model.config import PROFILE_FILE, base_directory
 from etude.model.mtp import MTP_FILE, mtp_file
-from etude.model.transformer import Transformer, compile_blocks
+from etude.model.peft import load_beside, relative_base
+from etude.model.trainer_parts import check_expert_ranks
+from etude.model.transformer import Transformer, compile_blocks, compile_forwards
+from etude.parallel.led import led
 from etude.rewards.live_weights import LiveWeights
 from etude.rl.best_checkpoint import kept_steps, read_scores
 from etude.rl.imitation import demonstration_steps, open_mixture
-from etude.rl.loop import RlLoop, learn, publish
+from etude.rl.learner import Learner
+from etude.rl.loop import RlLoop, finish_publishing, learn, publish
 from etude.rl.objective import PolicyGradient
+from etude.rl.services import TRAINER
 from etude.rl.settings import OBJECTIVES, RlSettings, open_rl_run
-from etude.rollouts.queue import RolloutQueue
-from etude.rollouts.settings import evaluation_queue, load_evaluation
+from etude.rollouts.queue_client import AnyQueue, QueueClient
+from etude.rollouts.settings import load_evaluation, load_queues
+from etude.rollouts.stored_traces import StoredTraces
+from etude.runs.client import RunClient
 from etude.runs.layout import RunLayout
-from etude.runs.service_status import write_status
+from etude.runs.service_status import StatusReader
 from etude.system.processes import die_with_parent, parent_process
 from etude.system.terminal import say
 from etude.train.balance import check_balance
+from etude.train.checkpoint_files import OPTIMIZER, copy_to_host, read_optimizer, write_state, write_weights
 from etude.train.optim import AdamSettings
-from etude.train.phase import OPTIMIZER_FILE, STATE_FILE, set_damaged_aside
+from etude.train.phase import STATE_FILE, set_damaged_aside
 from etude.train.settings import BalanceSettings
 from etude.train.trainer import Trainer
 from etude.weights.object_store import ObjectStore
 from etude.weights.publisher import Publisher
-from etude.weights.versions import latest
+from etude.weights.versions import WHOLE, Part, latest
 
-SERVICE = "trainer"
+if TYPE_CHECKING:
+    from etude.parallel.mesh import TrainingMesh
+
 STATUS_S = 1.0
+MIN_STORE_DELAY_S, MAX_STORE_DELAY_S = 0.5, 60.0  # before a trace is read again, doubled each time
 RL_BIAS_RATE = 1e-4
 
 
@@ -65,77 +78,158 @@ def main() -> None:
     layout, settings = open_rl_run(sys.argv[1])
     if settings.threads:
         torch.set_num_threads(settings.threads)
+    follows = settings.parallel.processes > 1 and os.environ.get("RANK", "0") != "0"
     try:
-        with open_loop(layout, settings) as loop:
-            learn(loop)
-            loop.publisher.flush(settings.stall_s)
+        (follow if follows else lead)(layout, settings)
     except (EtudeError, OSError) as error:
         say(f"etude: {error}", file=sys.stderr)
         sys.exit(error.exit_code if isinstance(error, EtudeError) else 1)
 
 
+def lead(layout: RunLayout, settings: RlSettings) -> None:
+    """Run the learning loop to its end, with all ranks."""
+    with (
+        reporting_status(layout) as report_status,
+        joined_mesh(settings) as mesh,
+        open_loop(layout, settings, mesh) as loop,
+    ):
+        loop.report_status = report_status
+        learn(loop)
+        finish_publishing(loop)
+        loop.learner.dismiss()
+
+
+def follow(layout: RunLayout, settings: RlSettings) -> None:
+    """Take part as another rank than the first."""
+    with joined_mesh(settings) as mesh, open_learner(layout, settings, mesh) as learner:
+        learner.follow()
+
+
 @contextmanager
-def open_loop(layout: RunLayout, settings: RlSettings) -> Iterator[RlLoop]:
+def joined_mesh(settings: RlSettings) -> Iterator[TrainingMesh | None]:
+    """Join the other ranks and give the mesh; None for one process."""
+    if settings.parallel.processes == 1:
+        yield None
+        return
+    from etude.parallel.mesh import open_mesh
+
+    with open_mesh(settings.parallel, usable_device(settings.device)) as mesh:
+        yield mesh
+
+
+@contextmanager
+def open_loop(layout: RunLayout, settings: RlSettings, mesh: TrainingMesh | None = None) -> Iterator[RlLoop]:
     """Give the learning loop, restored from the newest intact checkpoint, with its weights being published."""
-    with reporting_status(layout) as report_status:
-        report_status(state="starting")
-        device = usable_device(settings.device)
-        found = intact_checkpoints(layout)
-        origin = found[-1][1] if found else layout.model
-        model = load(origin, dtype=getattr(torch, settings.precision), device=device)
-        if settings.recompute:
-            model.recompute = True
-        if settings.compile:
-            compile_blocks(model)
-        check_balance(settings.balance, model.config, "rl")
-        trainer = Trainer(model, adam_settings(settings), balance=balance_settings(settings))
-        if found:
-            trainer.step_count = found[-1][0]
-            trainer.optimizer.load_state_dict(load_file(training_file(origin, OPTIMIZER_FILE)))
-        queue = RolloutQueue(layout.slots, settings, durable=True)
-        evaluations, every = None, 0
+    with open_learner(layout, settings, mesh) as learner:
+        trainer = learner.trainer
+        client = RunClient.beside(layout, on_problem=say_problem)
+        client.connect()
+        queues = {name: QueueClient(client, name, found) for name, found in load_queues(layout).items()}
+        queue, evaluations, every = queues["training"], None, 0
         if evaluation := load_evaluation(layout):
-            every = evaluation.every
-            evaluations = RolloutQueue(layout.evaluations, evaluation_queue(settings, evaluation.validation_samples))
+            every, evaluations = evaluation.every, queues["evaluation"]
         # Before the queues are rewound: ready groups must not look stale to the orchestrator.
         remove_later_steps(layout, trainer.step_count)
         queue.rewind(trainer.step_count)
         if evaluations is not None:
             held_out.rewind(evaluations, trainer.step_count)
-        store = ObjectStore(layout.store)
-        tokenizer = Tokenizer.load(layout.model)
         try:
-            stored = latest(store)
+            stored = latest(learner.publisher.store)
         except OSError:  # away: the queue knows the numbers too
             stored = None
-        weights = settings.weights
-        run, seed = layout.run_id(), int(read_toml(layout.recipe).get("seed", 0))
-        with Publisher(store, full_every=weights.full_every, keep=weights.keep, run=run) as publisher:
-            loop = RlLoop(
-                layout,
-                settings,
-                trainer,
-                open_objective(settings),
-                queue,
-                evaluations,
-                publisher,
-                load_reference(layout, settings, device),
-                tokenizer.end_of_text,
-                max(queue.newest_version(), -1 if stored is None else stored),
-                seed=seed,
-                demonstrations=open_demonstrations(layout, settings, trainer.step_count, seed, tokenizer.end_of_text),
-                reward_weights=LiveWeights(layout.run, settings.rewards).at,
-                validate_every=every,
-                blocked_by=evaluation_blocker(evaluations, partial(blocking_evaluation, settings, every, trainer)),
-                report_status=report_status,
-                record_step=partial(record_step, layout),
-                checkpoint=lambda: write_checkpoint(layout, trainer, tokenizer, settings, every),
-            )
-            publish(loop)
+        loop = RlLoop(
+            layout,
+            settings,
+            learner,
+            queue,
+            evaluations,
+            max(queue.newest_version(), -1 if stored is None else stored),
+            seed=run_seed(layout),
+            reward_weights=LiveWeights(layout.run, settings.rewards).at,
+            validate_every=every,
+            blocked_by=evaluation_blocker(evaluations, partial(blocking_evaluation, settings, every, trainer)),
+            record_step=partial(record_step, layout),
+        )
+        publish(loop)
+        with closing(client):
+            yield loop
+
+
+@contextmanager
+def open_learner(layout: RunLayout, settings: RlSettings, mesh: TrainingMesh | None) -> Iterator[Learner]:
+    """Give this rank of the trainer, restored from the newest intact checkpoint."""
+    trainer = open_trainer(layout, settings, mesh)
+    tokenizer, weights = Tokenizer.load(layout.model), settings.weights
+    evaluation = load_evaluation(layout)
+    with Publisher(
+        ObjectStore(layout.store),
+        full_every=weights.full_every,
+        keep=weights.keep,
+        run=layout.run_id(),
+        part=Part(mesh.rank, mesh.size) if mesh else WHOLE,
+    ) as publisher:
+        yield Learner(
+            settings,
+            trainer,
+            open_objective(settings),
+            publisher,
+            load_reference(layout, settings, trainer.model, mesh),
+            tokenizer.end_of_text,
+            load_trace=trace_loader(layout),
+            demonstrations=open_demonstrations(layout, settings, trainer, tokenizer.end_of_text),
+            save=lambda: write_checkpoint(layout, trainer, tokenizer, settings, evaluation.every if evaluation else 0),
+        )
+
+
+def trace_loader(layout: RunLayout) -> Callable[[str], Trace]:
+    """Return a function that loads traces from their store, which may be away for a while."""
+    traces = StoredTraces(layout)
+
+    def load_trace(name: str) -> Trace:
+        delay = MIN_STORE_DELAY_S
+        while delay <= MAX_STORE_DELAY_S and traces.store.directory is None:
             try:
-                yield loop
-            finally:
-                queue.close()
+                return traces.load(name)
+            except InputError:
+                time.sleep(delay)
+                delay *= 2
+        return traces.load(name)
+
+    return load_trace
+
+
+def say_problem(problem: str) -> None:
+    """Say why the run service does not answer, and that it does again."""
+    say(f"{TRAINER}: {problem or 'the run service answers again'}", file=sys.stderr)
+
+
+def open_trainer(layout: RunLayout, settings: RlSettings, mesh: TrainingMesh | None) -> Trainer:
+    """Return the trainer with the newest intact checkpoint, or with the model that the run starts from."""
+    found = led(mesh, lambda: intact_checkpoints(layout))
+    step, origin = found[-1] if found else (0, layout.model)
+    dtype = getattr(torch, settings.precision)
+    if mesh is None:
+        model = load(origin, dtype=dtype, device=usable_device(settings.device))
+        if settings.compile:
+            compile_blocks(model)
+    else:
+        from etude.train.sharding import load_sharded
+
+        model = load_sharded(origin, mesh, dtype, lora=settings.lora)
+        if settings.compile:
+            compile_forwards(model.blocks)
+    model.recompute = settings.recompute
+    check_balance(settings.balance, model.config, "rl")
+    check_expert_ranks(settings.parallel, model.config)
+    adam, balance = adam_settings(settings), balance_settings(settings)
+    trainer = Trainer(model, adam, step_count=step, balance=balance, mesh=mesh, stored_dtype=dtype)
+    if found:
+        read_optimizer(origin, trainer.optimizer, mesh)
+    return trainer
+
+
+def run_seed(layout: RunLayout) -> int:
+    return int(read_toml(layout.recipe).get("seed", 0))
 
 
 def adam_settings(settings: RlSettings) -> AdamSettings:
@@ -171,22 +265,38 @@ def open_objective(settings: RlSettings) -> PolicyGradient:
     return PolicyGradient(estimator.max_importance_ratio, estimator.plausibility, loss, settings.temperature)
 
 
-def load_reference(layout: RunLayout, settings: RlSettings, device: torch.device) -> Transformer | None:
-    """Load the KL reference policy; None if there is no KL penalty."""
-    estimator = settings.estimator
+def load_reference(
+    layout: RunLayout, settings: RlSettings, model: Transformer, mesh: TrainingMesh | None
+) -> Transformer | None:
+    """Load the KL reference policy; None if there is no KL penalty.
+
+    In one process it shares the frozen weights of adapters; on a mesh it is sharded like the model.
+    """
+    estimator, starts = settings.estimator, settings.estimator.reference == "start"
     if estimator.kl == "none":
         return None
-    directory = layout.model if estimator.reference == "start" else Path(estimator.reference)
-    return load(directory, dtype=getattr(torch, settings.precision), device=device).requires_grad_(False)
+    directory, dtype = layout.model if starts else Path(estimator.reference), getattr(torch, settings.precision)
+    if mesh is not None:
+        from etude.train.sharding import load_sharded
+
+        reference = load_sharded(directory, mesh, dtype, lora=settings.lora if starts else None, frozen=True)
+    elif starts and model.lora is not None:
+        return load_beside(model, directory)
+    else:
+        reference = load(directory, dtype=dtype, device=model.head_weight.device)
+    return reference.requires_grad_(False)
 
 
 def open_demonstrations(
-    layout: RunLayout, settings: RlSettings, step: int, seed: int, padding: int
+    layout: RunLayout, settings: RlSettings, trainer: Trainer, padding: int
 ) -> Iterator[list[Batch]] | None:
-    """Return the demonstrations of the steps after `step`, if the control imitation learns from them."""
+    """Return this rank's demonstrations of the remaining steps, if the control imitation learns from them."""
     if settings.control != "imitation":
         return None
-    return demonstration_steps(open_mixture(layout, seed), settings, step, padding)
+    mixture, config, step = open_mixture(layout, run_seed(layout)), trainer.model.config, trainer.step_count
+    mesh = trainer.mesh
+    ranks = (mesh.data_rank, mesh.settings.data_ranks) if mesh else (0, 1)
+    return demonstration_steps(mixture, settings, config, step, padding, *ranks)
 
 
 def blocking_evaluation(settings: RlSettings, validate_every: int, trainer: Trainer) -> int:
@@ -198,17 +308,23 @@ def blocking_evaluation(settings: RlSettings, validate_every: int, trainer: Trai
     return step - step % validate_every if settings.control == "imitation" and validate_every else 0
 
 
-def evaluation_blocker(evaluations: RolloutQueue | None, due: Callable[[], int]) -> Callable[[], str]:
+def evaluation_blocker(evaluations: AnyQueue | None, due: Callable[[], int]) -> Callable[[], str]:
     """Return a function that says which evaluation blocks the next step: that of exactly the weights of step `due`."""
     finished: set[int] = set()
+    last: tuple[tuple[int, int], str] | None = None  # step and changes of the queue, and what was said then
 
     def blocked_by() -> str:
+        nonlocal last
         if evaluations is None or (step := due()) in finished:
             return ""
+        state = evaluations.state()
+        if last is not None and last[0] == (step, state.changes):
+            return last[1]
         if held_out.is_finished(evaluations, step):
             finished.add(step)
             return ""
-        return f"the evaluation at step {step}: {evaluations.waiting_for(time.time())}"
+        last = (step, state.changes), f"the evaluation at step {step}: {state.waiting_for}"
+        return last[1]
 
     return blocked_by
 
@@ -218,13 +334,14 @@ def reporting_status(layout: RunLayout) -> Iterator[Callable[..., None]]:
     """Report the trainer's status every second, also during a long step."""
     facts: dict[str, Any] = {"state": "starting"}
     ended = threading.Event()
+    statuses = StatusReader(layout)
 
     def update(**changes: Any) -> None:
         facts.update({"waiting_for": "", **changes})
 
     def report() -> None:
         while True:
-            write_status(layout, SERVICE, **facts)
+            statuses.report(TRAINER, **facts)
             if ended.wait(STATUS_S):
                 return
 
@@ -236,7 +353,8 @@ def reporting_status(layout: RunLayout) -> Iterator[Callable[..., None]]:
         update(state="ended")
         ended.set()
         thread.join()
-        write_status(layout, SERVICE, **facts)
+        statuses.report(TRAINER, **facts)
+        statuses.close()
 
 
 # ------------------------------------------------------------------------------------------ checkpoints
@@ -271,17 +389,22 @@ def _digest(checkpoint: Path) -> str:
 def write_checkpoint(
     layout: RunLayout, trainer: Trainer, tokenizer: Tokenizer, settings: RlSettings, validate_every: int
 ) -> None:
-    """Write a checkpoint under a temporary name, rename it when it is complete, and delete old ones."""
-    step = trainer.step_count
+    """Write a checkpoint under a temporary name, rename it when it is complete, and delete old ones.
+
+    Every rank writes its parts; the leading one all else.
+    """
+    step, mesh, model = trainer.step_count, trainer.mesh, trainer.model
     draft = layout.trainer / f".{step:06d}.making"
-    shutil.rmtree(draft, ignore_errors=True)
+    base = relative_base(draft, base_directory(layout.model), layout.run) if model.lora else None
     try:
-        draft.mkdir(parents=True)
-        write_model(trainer.model, draft)
+        led(mesh, partial(new_draft, draft))
+        write_weights(model, None, draft, trainer.stored_dtype, mesh, base, carried=layout.model)
+        write_state(draft / TRAINING / OPTIMIZER, copy_to_host(trainer.optimizer.state_dict()), mesh)
+        if mesh is not None and not mesh.leads:
+            return
         tokenizer.save(draft)
         profile = AgentProfile.of(settings, tuple(read_toml(layout.recipe).get("plugins", ())))
         (draft / PROFILE_FILE).write_text(profile.to_json(), encoding="utf-8")
-        write_training_file(draft, OPTIMIZER_FILE, trainer.optimizer.state_dict())
         if layers := mtp_file(layout.model):  # MTP layers are not trained here, only carried along
             shutil.copy(layers, training_file(draft, MTP_FILE))
         (draft / STATE_FILE).write_text(json.dumps({"step": step, "digest": _digest(draft)}))
@@ -292,6 +415,12 @@ def write_checkpoint(
     found = dict(checkpoints(layout))
     for old in found.keys() - kept_steps(found.keys(), settings, read_scores(layout), validate_every):
         shutil.rmtree(found[old])
+
+
+def new_draft(draft: Path) -> None:
+    """Make an empty directory."""
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
 
 
 def record_step(layout: RunLayout, step: int, facts: dict[str, Any]) -> None:

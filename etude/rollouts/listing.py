@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +15,11 @@ from rich.table import Table
 from etude.errors import EtudeError, InputError
 from etude.files import write_atomically
 from etude.harness.atif import to_atif
-from etude.harness.trace_store import SUFFIX, load_trace
+from etude.harness.trace_store import SUFFIX
 from etude.rollouts.queue import RolloutQueue
 from etude.rollouts.queue_records import ReadyGroup
+from etude.rollouts.settings import QueueName
+from etude.rollouts.stored_traces import DIRECTORIES, StoredTraces, attempt_of
 from etude.runs.layout import RunLayout
 
 Facts = dict[str, Any]
@@ -25,10 +27,10 @@ Facts = dict[str, Any]
 
 @dataclass(frozen=True)
 class StoredRollout:
-    """A rollout on disk. One that was resampled keeps its file but has no reward: it was not trained on."""
+    """A stored rollout. One that was resampled keeps its trace but has no reward: it was not trained on."""
 
-    path: Path
-    name: str  # of the file below the run's rl directory, without suffix: traces/000012/03-1
+    url: str  # of the trace: a path in the run directory, or an object elsewhere
+    name: str  # of the trace without suffix: traces/000012/03-1
     step: int | None  # policy step that trained it, or that it evaluates; None: not trained yet
     group: int
     number: int
@@ -51,7 +53,7 @@ class StoredRollout:
             "task": self.task,
             **facts,
             "turns": cost.get("turns"),
-            "path": str(self.path),
+            "path": self.url,
         }
 
 
@@ -60,38 +62,41 @@ def list_rollouts(layout: RunLayout, prefix: str = "") -> list[StoredRollout]:
     found: list[StoredRollout] = []
     if not layout.root.is_dir():
         raise InputError(f"{layout.run} has no rollouts; name a run with the stage rl")
-    for database, traces in ((layout.slots, layout.traces), (layout.evaluations, layout.evaluation_traces)):
+    traces = StoredTraces(layout)
+    queues: tuple[tuple[QueueName, Path], ...] = (("training", layout.slots), ("evaluation", layout.evaluations))
+    for name, database in queues:
+        groups = traces.groups(name)
         if not database.exists():
-            if any(traces.glob("[0-9]*")):
-                raise EtudeError(f"{database} is missing: without it the rollouts in {traces} cannot be listed")
+            if groups:
+                raise EtudeError(f"{database} is missing: without it the rollouts in {traces.store.url} are not listed")
             continue
         with closing(RolloutQueue.open_read_only(database)) as queue:
-            groups = {each.id: (each.task, each.step) for each in queue.progress()}
-            for directory in sorted(traces.glob("[0-9]*")):
-                paths = [
-                    path for path in sorted(directory.glob(f"*{SUFFIX}")) if _name(layout, path).startswith(prefix)
-                ]
-                if paths and int(directory.name) in groups:
-                    group = queue.group(int(directory.name))
-                    found += [_stored(layout, path, group, *groups[group.id]) for path in paths]
+            known = {each.id: (each.task, each.step) for each in queue.progress()}
+            for id in groups:
+                found += _of_group(traces, name, queue.group(id), *known[id], prefix) if id in known else ()
     return found
 
 
-def _stored(layout: RunLayout, path: Path, group: ReadyGroup, task: str, step: int | None) -> StoredRollout:
-    number, _, attempt = path.stem.partition("-")
-    (slot,) = (slot for slot in group.slots if slot.number == int(number))
-    current = slot.reward is not None and layout.root / slot.trace == path
-    if path.is_relative_to(layout.evaluation_traces):
-        evaluated_step, _, task = task.partition("/")
-        step = int(evaluated_step) if evaluated_step.isdigit() else None  # else of weights that were lost
-    elif not current:
-        step = None  # another attempt was trained on, if any
-    reward = slot.reward if current else None
-    return StoredRollout(path, _name(layout, path), step, group.id, slot.number, int(attempt), task, reward)
-
-
-def _name(layout: RunLayout, path: Path) -> str:
-    return path.relative_to(layout.root).with_suffix("").as_posix()
+def _of_group(
+    traces: StoredTraces, queue: QueueName, group: ReadyGroup, task: str, step: int | None, prefix: str
+) -> Iterator[StoredRollout]:
+    """Yield the stored rollouts of a group whose names have this prefix."""
+    shown = DIRECTORIES[queue] + f"/{group.id:06d}/"
+    if not (shown.startswith(prefix) or prefix.startswith(shown)):
+        return
+    for name in traces.of_group(queue, group.id):
+        if not name.removesuffix(SUFFIX).startswith(prefix):
+            continue
+        number, attempt = attempt_of(name)
+        (slot,) = (slot for slot in group.slots if slot.number == number)
+        current = slot.reward is not None and slot.trace == name
+        trained, of_task = step if current else None, task  # else another attempt was trained on, if any
+        if queue == "evaluation":
+            evaluated, _, of_task = task.partition("/")
+            trained = int(evaluated) if evaluated.isdigit() else None  # else of weights that were lost
+        reward = slot.reward if current else None
+        shown_name = name.removesuffix(SUFFIX)
+        yield StoredRollout(traces.url(name), shown_name, trained, group.id, number, attempt, of_task, reward)
 
 
 def rollouts_table(rollouts: Iterable[StoredRollout]) -> Table:
@@ -104,15 +109,15 @@ def rollouts_table(rollouts: Iterable[StoredRollout]) -> Table:
     return table
 
 
-def export_rollouts(rollouts: Iterable[StoredRollout], directory: Path) -> tuple[int, list[str]]:
-    """Write rollouts as documents of the Agent Trajectory Interchange Format (ATIF), one file each.
+def export_rollouts(layout: RunLayout, rollouts: Iterable[StoredRollout], directory: Path) -> tuple[int, list[str]]:
+    """Write rollouts of a run as documents of the Agent Trajectory Interchange Format (ATIF), one file each.
 
     Returns how many were written, and the errors of those that cannot be read.
     """
-    count, problems = 0, []
+    count, problems, traces = 0, [], StoredTraces(layout)
     for rollout in rollouts:
         try:
-            document = to_atif(load_trace(rollout.path))
+            document = to_atif(traces.load(f"{rollout.name}{SUFFIX}"))
         except InputError as error:
             problems.append(str(error))
             continue

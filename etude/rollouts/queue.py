@@ -8,73 +8,68 @@ groups when it takes a step, and those alike are consumed with the step without 
 an attempt number that later reports must carry, so a duplicate report, or one of an expired lease, changes
 nothing. The current time and policy step are arguments, so that a simulation can run years of operation in a second.
 Workers claim and report, the trainer takes groups and marks them as trained, and `reconcile` requeues what was lost.
+
+In a run, the run service is the only process that opens its queues for writing (`run_service.py`); the others reach it
+through `QueueClient`. Requests may arrive twice or late there: a claim that is asked for again is the same claim, and a
+worker's heartbeat requeues what that worker was given and does not know.
 """
 
 import json
-import math
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from etude.errors import EtudeError, InputError
-from etude.rollouts.queue_records import GroupEffort as GroupEffort
-from etude.rollouts.queue_records import GroupProgress as GroupProgress
-from etude.rollouts.queue_records import GroupUse as GroupUse
-from etude.rollouts.queue_records import Incident as Incident
-from etude.rollouts.queue_records import ReadyGroup as ReadyGroup
-from etude.rollouts.queue_records import Slot as Slot
-from etude.rollouts.queue_schema import FIRST_VERSION, LAST_VERSION, OLDEST_STEP, SCHEMA, SHARED_STEP
+from etude.rollouts.queue_reader import AFTER_ANY, QueueReader
+from etude.rollouts.queue_reader import IN_FLIGHT as IN_FLIGHT
+from etude.rollouts.queue_records import HeldSlot, ReadyGroup, Slot, StepOffer
+from etude.rollouts.queue_schema import (
+    FIRST_VERSION,
+    INDEXES,
+    LAST_VERSION,
+    OLDEST_STEP,
+    OUTSTANDING,
+    SCHEMA,
+    SHARED_STEP,
+    TRIGGERS,
+    VERSION,
+)
 from etude.rollouts.settings import QueueSettings
 from etude.rollouts.step_choice import GroupAge, choose_groups
 
 SlotState = Literal["queued", "starting", "running", "grading", "ready"]
-IN_FLIGHT = "state IN ('starting', 'running', 'grading')"
-# Groups that may still be trained on.
-OUTSTANDING = "step IS NULL AND dropped IS NULL AND informative IS NOT 0"
-SHARE_STEPS = 8  # policy steps' worth of judged groups that the informative share is measured on
+REQUEUE = "state='queued', worker='', lease=0"
+CLAIMED_BY = "worker = ? AND worker != ''"  # as the index of workers needs it
 
 
 class StaleClaim(EtudeError):
     """A report for a claim that has expired or been replaced; it must be discarded."""
 
 
-class RolloutQueue:
+class SupersededWorker(EtudeError):
+    """Another process has taken the name of this worker."""
+
+
+class RolloutQueue(QueueReader):
     """The rollout queue of one run."""
 
-    def __init__(self, path: Path | str, settings: QueueSettings, *, durable: bool = False) -> None:
-        """Open a queue. The trainer's is `durable`: what it marks as trained survives a power cut.
+    def __init__(self, path: Path | str, settings: QueueSettings) -> None:
+        """Open a queue. What the trainer marks survives a power cut.
 
-        Other processes may lose their last seconds in one: those rollouts run again.
+        Others may lose their last seconds in one: those rollouts run again.
         """
-        self.settings = settings
-        self._efforts: dict[int, tuple[tuple[int, int], tuple[Any, ...]]] = {}
+        self.settings, self._history = settings, {}
         self._db = sqlite3.connect(str(path), isolation_level=None, timeout=30.0)
         self._db.row_factory = sqlite3.Row
         self._db.execute("PRAGMA journal_mode=WAL")
-        self._db.execute(f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
-        self._db.executescript(SCHEMA)
-        if "informative" not in [row["name"] for row in self._db.execute("PRAGMA table_info(groups)")]:
-            raise InputError(f"{path} was made by an older version of Etude; go on with that one, or start another run")
+        self._db.execute("PRAGMA synchronous=NORMAL")
+        if not self._scalar("SELECT COUNT(*) FROM sqlite_master"):
+            tables = f"{SCHEMA} {TRIGGERS} {INDEXES}"
+            self._db.executescript(f"BEGIN IMMEDIATE; {tables} PRAGMA user_version={VERSION}; COMMIT")
+        self._check_version(path)
         self._check_group_size()
-
-    @classmethod
-    def open_read_only(cls, path: Path | str) -> "RolloutQueue":
-        """Open an existing queue for reading, without disturbing the processes that write to it."""
-        queue = cls.__new__(cls)
-        try:
-            queue._db = sqlite3.connect(f"{Path(path).absolute().as_uri()}?mode=ro", uri=True, timeout=30.0)
-            queue._db.row_factory = sqlite3.Row
-            size = int(queue._scalar("SELECT value FROM plan WHERE key = 'group_size'"))
-            queue.settings, queue._efforts = QueueSettings(group_size=size), {}
-        except (sqlite3.Error, TypeError) as error:
-            raise InputError(f"{path} is not a rollout queue, or not yet: {error}") from error
-        return queue
-
-    def close(self) -> None:
-        self._db.close()
 
     def _check_group_size(self) -> None:
         """Refuse another group size than the recorded one; other settings may change during a run."""
@@ -85,55 +80,24 @@ class RolloutQueue:
             raise InputError(f"this run has groups of {size}; group_size cannot become {self.settings.group_size}")
 
     @contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
-        self._db.execute("BEGIN IMMEDIATE")
+    def _transaction(self, *, durable: bool = False) -> Iterator[sqlite3.Connection]:
+        """Apply changes together or not at all; a `durable` one is on disk afterwards, and all before it."""
+        if durable:
+            self._db.execute("PRAGMA synchronous=FULL")
         try:
-            yield self._db
-        except BaseException:
-            self._db.execute("ROLLBACK")
-            raise
-        self._db.execute("COMMIT")
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._db
+                self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                raise
+        finally:
+            if durable:
+                self._db.execute("PRAGMA synchronous=NORMAL")
 
     # ------------------------------------------------------------------------------------------ adding groups
-
-    def outstanding(self) -> int:
-        """Return how many groups were started and neither consumed, dropped, nor found to be alike."""
-        return int(self._scalar(f"SELECT COUNT(*) FROM groups WHERE {OUTSTANDING}"))
-
-    def alike_groups(self) -> int:
-        """Return how many groups are complete and have rewards without a difference."""
-        return int(
-            self._scalar("SELECT COUNT(*) FROM groups WHERE step IS NULL AND dropped IS NULL AND informative = 0")
-        )
-
-    def informative_share(self) -> float:
-        """Return the share of informative groups among those judged last; 1 before any is judged.
-
-        One step of informative groups is counted in addition, so that a few groups do not make an estimate of 0.
-        """
-        size = self.settings.groups_per_step
-        judged, informative = self._db.execute(
-            """SELECT COUNT(*), COALESCE(SUM(informative), 0) FROM (
-                   SELECT informative FROM groups WHERE informative IS NOT NULL ORDER BY id DESC LIMIT ?)""",
-            (SHARE_STEPS * size,),
-        ).fetchone()
-        return float((informative + size) / (judged + size))
-
-    def groups_to_start(self, *, fresh: bool = True, steps_left: int | None = None) -> int:
-        """Return how many new groups to start, with at most `steps_left` policy steps to come.
-
-        So many that the expected number of informative ones fills the next step and the prefetched ones. If all of them
-        turn out to be informative, none may become too stale: never more than those of 1 + max_staleness steps.
-        While the samplers do not have the weights of the last step yet (not `fresh`), both limits are lower by the
-        groups of one step: groups started then would be one step staler, and others are in flight meanwhile.
-        """
-        size, late = self.settings.groups_per_step, 0 if fresh else self.settings.groups_per_step
-        useful = self.settings.max_outstanding_groups - late
-        if steps_left is not None:
-            useful = min(useful, steps_left * size)
-        ready = int(self._scalar(f"SELECT COUNT(*) FROM groups WHERE {OUTSTANDING} AND informative"))
-        expected = ready + math.ceil(max(0, useful - ready) / self.informative_share())
-        return max(0, min(expected, (1 + self.settings.max_staleness) * size - late) - self.outstanding())
 
     def add(self, tasks: Iterable[tuple[str, float]], size: int | None = None, *, max_uses: int = 1) -> int:
         """Start groups for prompts, given with their expected seconds; skip prompts that were used `max_uses` times.
@@ -148,8 +112,8 @@ class RolloutQueue:
                     row = (task, uses + 1, expected)
                     found = db.execute("INSERT INTO groups (task, use, expected) VALUES (?, ?, ?)", row)
                     added += 1
-                    rows = [(found.lastrowid, number) for number in range(size)]
-                    db.executemany("INSERT INTO slots (grp, number) VALUES (?, ?)", rows)
+                    rows = [(found.lastrowid, number, expected) for number in range(size)]
+                    db.executemany("INSERT INTO slots (grp, number, expected) VALUES (?, ?, ?)", rows)
         return added
 
     def set_served_step(self, step: int) -> None:
@@ -157,54 +121,107 @@ class RolloutQueue:
         with self._transaction() as db:
             db.execute("INSERT OR REPLACE INTO plan VALUES ('served', ?)", (str(step),))
 
-    def _in_flight_full(self) -> bool:
-        return bool(self._scalar(f"SELECT COUNT(*) FROM slots WHERE {IN_FLIGHT}") >= self.settings.in_flight)
-
     # ------------------------------------------------------------------------------------------ workers
 
-    def claim(self, worker: str, now: float) -> Slot | None:
-        """Claim a queued slot until its lease expires; None if none is queued, or enough are in flight.
-
-        Slots of started groups come first; among new groups, the one expected to take longest.
-        """
-        if self._in_flight_full() or not self._scalar("SELECT EXISTS (SELECT 1 FROM slots WHERE state = 'queued')"):
-            return None  # without taking the lock: idle workers poll many times a second
+    def enlist(self, worker: str, session: str) -> int:
+        """Begin a session of a worker: requeue what an earlier process of its name held; return how many slots."""
         with self._transaction() as db:
-            if self._in_flight_full():
-                return None
-            row = db.execute(
-                """SELECT slots.id FROM slots JOIN groups ON groups.id = grp
-                   WHERE state = 'queued' AND dropped IS NULL
-                   ORDER BY (SELECT COUNT(*) FROM slots s WHERE s.grp = groups.id AND s.attempt > 0) = 0,
-                            CASE WHEN slots.attempt > 0 THEN 0 ELSE 1 END, expected DESC, groups.id, number LIMIT 1"""
-            ).fetchone()
-            if row is None:
-                return None
-            db.execute(
-                """UPDATE slots SET state='starting', attempt=attempt+1, worker=?, lease=?, note='', oldest=
-                       CASE WHEN resume = '' THEN
-                           COALESCE((SELECT CAST(value AS INTEGER) FROM plan WHERE key='served'), 0)
-                       ELSE oldest END WHERE id=?""",
-                (worker, now + self.settings.lease_s, row["id"]),
-            )
-        return self.slot(row["id"])
+            known = db.execute("SELECT session FROM workers WHERE name = ?", (worker,)).fetchone()
+            if known is not None and known["session"] == session:
+                return 0  # asked twice
+            db.execute("INSERT OR REPLACE INTO workers VALUES (?, ?)", (worker, session))
+            return db.execute(f"UPDATE slots SET {REQUEUE} WHERE {CLAIMED_BY} AND {IN_FLIGHT}", (worker,)).rowcount
+
+    def dismiss(self, worker: str, session: str) -> int:
+        """End a session of a worker: requeue what it holds; a claim of it that comes late is refused."""
+        with self._transaction() as db:
+            ended = "UPDATE workers SET session = '' WHERE name = ? AND session = ?"
+            if not db.execute(ended, (worker, session)).rowcount:
+                return 0
+            return db.execute(f"UPDATE slots SET {REQUEUE} WHERE {CLAIMED_BY} AND {IN_FLIGHT}", (worker,)).rowcount
+
+    def _check_session(self, worker: str, session: str) -> None:
+        row = self._db.execute("SELECT session FROM workers WHERE name = ?", (worker,)).fetchone()
+        if session and row is not None and row["session"] != session:
+            now = "has ended" if not row["session"] else "was replaced: another process has its name"
+            raise SupersededWorker(f"this session of {worker} {now}")
+
+    def claim(self, worker: str, now: float) -> Slot | None:
+        """Claim a queued slot until its lease expires; None if none is queued, or enough are in flight."""
+        found = self.claim_many(worker, 1, now)
+        return found[0] if found else None
+
+    def claim_many(self, worker: str, count: int, now: float, *, session: str = "", request: int = 0) -> list[Slot]:
+        """Claim at most `count` queued slots until their leases expire.
+
+        Slots of started groups come first; among new groups, those expected to take longest. A request of a session
+        that was handled before returns the same slots again, as far as they are still claimed.
+        """
+        if session:
+            self._check_session(worker, session)
+            asked = self._db.execute(
+                f"""SELECT id FROM slots INDEXED BY slots_by_worker
+                    WHERE {CLAIMED_BY} AND session = ? AND request = ? AND {IN_FLIGHT} ORDER BY id""",
+                (worker, session, request),
+            ).fetchall()
+            if asked:
+                return [self.slot(row["id"]) for row in asked]
+        if not self.claimable():
+            return []  # without taking the lock
+        with self._transaction() as db:
+            rows = db.execute(
+                """SELECT id FROM slots INDEXED BY slots_to_claim WHERE state = 'queued' AND fate = 'open'
+                   ORDER BY started DESC, attempt > 0 DESC, expected DESC, grp, number LIMIT ?""",
+                (min(count, self.claimable()),),
+            ).fetchall()
+            for row in rows:
+                db.execute(
+                    """UPDATE slots SET state='starting', attempt=attempt+1, worker=?, session=?, request=?, lease=?,
+                           note='', oldest=
+                           CASE WHEN resume = '' THEN
+                               COALESCE((SELECT CAST(value AS INTEGER) FROM plan WHERE key='served'), 0)
+                           ELSE oldest END WHERE id=?""",
+                    (worker, session, request, now + self.settings.lease_s, row["id"]),
+                )
+        return [self.slot(row["id"]) for row in rows]
 
     def heartbeat(self, slot: Slot, now: float, state: SlotState = "running") -> None:
         """Renew the lease of a slot; StaleClaim if the claim is no longer valid."""
         self._report(slot, "state=?, lease=?", (state, now + self.settings.lease_s))
 
-    def heartbeat_all(self, slots: Iterable[tuple[Slot, SlotState]], now: float) -> list[Slot]:
-        """Renew the leases of all slots of a worker in one transaction; return those it has lost."""
-        lost = []
+    def renew(
+        self, worker: str, held: Sequence[HeldSlot], now: float, *, session: str = "", answered: int = 0
+    ) -> list[HeldSlot]:
+        """Renew the leases of all slots that a worker holds; return those it has lost.
+
+        Slots that it was given and does not hold are requeued: the response with them was lost. `answered` is the
+        number of its last request that it has a response to; slots of later ones may still be on their way.
+        """
+        lost: list[HeldSlot] = []
         with self._transaction() as db:
-            for slot, state in slots:
+            self._check_session(worker, session)
+            for each in held:
                 found = db.execute(
                     f"UPDATE slots SET state=?, lease=? WHERE id=? AND attempt=? AND {IN_FLIGHT}",
-                    (state, now + self.settings.lease_s, slot.id, slot.attempt),
+                    (each.state, now + self.settings.lease_s, each.id, each.attempt),
                 )
                 if not found.rowcount:
-                    lost.append(slot)
+                    lost.append(each)
+            if session:
+                known = {(each.id, each.attempt) for each in held}
+                rows = db.execute(
+                    f"""SELECT id, attempt FROM slots INDEXED BY slots_by_worker
+                        WHERE {CLAIMED_BY} AND {IN_FLIGHT} AND (session != ? OR request <= ?)""",
+                    (worker, session, answered),
+                ).fetchall()
+                unknown = [(row["id"],) for row in rows if (row["id"], row["attempt"]) not in known]
+                db.executemany(f"UPDATE slots SET {REQUEUE}, note='its claim did not arrive' WHERE id=?", unknown)
         return lost
+
+    def extend_leases(self, now: float) -> None:
+        """Let no claim expire because heartbeats could not arrive until now."""
+        with self._transaction() as db:
+            db.execute("UPDATE slots SET lease = MAX(lease, ?) WHERE lease > 0", (now + self.settings.lease_s,))
 
     def add_note(self, slot: Slot, note: str) -> None:
         """Record a note about how the rollout was sampled."""
@@ -219,25 +236,28 @@ class RolloutQueue:
         # A rollout without a sampled token counts as the newest version: otherwise it would be resampled for ever.
         oldest, newest = versions if versions[0] >= 0 else (max(0, self.newest_version()),) * 2
         steps = ", ".join(f"{name}=COALESCE({OLDEST_STEP % ('?', '?')}, ?)" for name in ("oldest", "newest"))
-        self._report(
-            slot,
-            f"state='ready', reward=?, trace=?, {steps}, resume='', worker='', lease=0",
-            (json.dumps({**reward, "versions": [oldest, newest]}), trace, oldest, newest, oldest, *(newest,) * 3),
-        )
+        try:
+            self._report(
+                slot,
+                f"state='ready', reward=?, trace=?, {steps}, resume='', worker='', lease=0",
+                (json.dumps({**reward, "versions": [oldest, newest]}), trace, oldest, newest, oldest, *(newest,) * 3),
+            )
+        except StaleClaim:
+            same = "SELECT COUNT(*) FROM slots WHERE id=? AND attempt=? AND state='ready' AND trace=?"
+            if not self._scalar(same, slot.id, slot.attempt, trace):  # else the same report arrives a second time
+                raise
 
     def fail(self, slot: Slot, why: str, *, keep_resume: bool = True) -> None:
         """Requeue a slot after an infrastructure failure; after too many of them its group is dropped."""
         resume = "" if keep_resume else ", resume=''"
-        self._report(slot, f"state='queued', failures=failures+1, note=?, worker='', lease=0{resume}", (why,))
+        self._report(slot, f"failures=failures+1, note=?, {REQUEUE}{resume}", (why,))
         self._drop_failed_groups()
 
     def release(self, worker: str = "") -> int:
         """Requeue the slots of a worker (or of all) that has ended, without counting a failure; return how many."""
+        claimed = CLAIMED_BY if worker else "lease > 0 AND ? = ''"
         with self._transaction() as db:
-            return db.execute(
-                f"UPDATE slots SET state='queued', worker='', lease=0 WHERE {IN_FLIGHT} AND ? IN ('', worker)",
-                (worker,),
-            ).rowcount
+            return db.execute(f"UPDATE slots SET {REQUEUE} WHERE {claimed} AND {IN_FLIGHT}", (worker,)).rowcount
 
     def _report(self, slot: Slot, change: str, values: Sequence[Any]) -> None:
         with self._transaction() as db:
@@ -259,34 +279,37 @@ class RolloutQueue:
         """
         with self._transaction() as db:
             lost = db.execute(
-                f"""UPDATE slots SET state='queued', failures=failures+1, worker='', note='its lease expired'
-                    WHERE {IN_FLIGHT} AND lease < ?""",
+                f"""UPDATE slots INDEXED BY slots_by_lease SET failures=failures+1, note='its lease expired', {REQUEUE}
+                    WHERE lease > 0 AND lease < ? AND {IN_FLIGHT}""",
                 (now,),
             ).rowcount
             stale = db.execute(
-                """UPDATE slots SET state='queued', reward=NULL, trace='', oldest=NULL, newest=NULL, resume='',
-                          note='too stale to train on'
-                   WHERE state='ready' AND oldest < ? AND grp IN (
-                       SELECT id FROM groups WHERE step IS NULL AND informative IS NOT 0)""",
+                """UPDATE slots INDEXED BY slots_by_age SET state='queued', reward=NULL, trace='', oldest=NULL,
+                          newest=NULL, resume='', note='too stale to train on'
+                   WHERE state='ready' AND fate='open' AND oldest < ?
+                     AND (SELECT informative FROM groups WHERE id = grp) IS NOT 0""",
                 (step - self.settings.max_staleness,),
             ).rowcount
             if stale:  # such a group is judged again when it is complete again
                 db.execute(
-                    """UPDATE groups SET informative=NULL WHERE step IS NULL AND informative = 1
-                       AND id IN (SELECT grp FROM slots WHERE state = 'queued')"""
+                    """UPDATE groups SET informative=NULL WHERE step IS NULL AND dropped IS NULL AND informative = 1
+                       AND EXISTS (SELECT 1 FROM slots WHERE grp = groups.id AND state = 'queued')"""
                 )
         return {"lost": lost, "stale": stale, "dropped": self._drop_failed_groups()}
 
     def _drop_failed_groups(self) -> int:
         """Drop groups with a slot that failed too often: a group has one size, and a missing rollout is not a zero."""
+        failed = "failures > 0 AND failures >= ? AND fate = 'open'"
+        limit = self.settings.max_attempts
+        if not self._scalar(f"SELECT COUNT(*) FROM slots INDEXED BY slots_by_failures WHERE {failed}", limit):
+            return 0
         with self._transaction() as db:
             return db.execute(
-                """UPDATE groups SET dropped = (
+                f"""UPDATE groups SET dropped = (
                        SELECT 'slot ' || number || ' failed ' || failures || ' times: ' || note
                        FROM slots WHERE grp = groups.id AND failures >= ? LIMIT 1)
-                   WHERE dropped IS NULL AND step IS NULL
-                     AND EXISTS (SELECT 1 FROM slots WHERE grp = groups.id AND failures >= ?)""",
-                (self.settings.max_attempts, self.settings.max_attempts),
+                    WHERE id IN (SELECT grp FROM slots INDEXED BY slots_by_failures WHERE {failed})""",
+                (limit, limit),
             ).rowcount
 
     # ------------------------------------------------------------------------------------------ the trainer
@@ -306,27 +329,43 @@ class RolloutQueue:
         Every step makes unfinished groups one step staler. Instead of discarding those that become too stale and
         starting them again, which for long tasks would never end, the trainer waits for them.
         """
-        unjudged = [row["grp"] for row in self._trainable(step) if not row["missing"] and row["informative"] is None]
-        if verdicts := [(is_informative(group), group.id) for group in self.groups(unjudged)]:
-            with self._transaction() as db:
-                db.executemany("UPDATE groups SET informative=? WHERE id=?", verdicts)
-        chosen, awaited = self._choose(step)
+        offer = self.offer(step)
+        if offer.unjudged:
+            self.judge((group.id, is_informative(group)) for group in offer.unjudged)
+            offer = self.offer(step)
+        return None if offer.groups is None else list(offer.groups)
+
+    def offer(self, step: int) -> StepOffer:
+        """Return complete groups that must be judged before the step after `step`; if there are none, its groups."""
+        trainable = self._trainable(step)
+        if unjudged := [row["grp"] for row in trainable if not row["missing"] and row["informative"] is None]:
+            return StepOffer(unjudged=tuple(self.groups(unjudged)))
+        chosen, awaited = self._choose(step, trainable)
         limit = self.settings.groups_limit
         alike = self._db.execute(
-            "SELECT id FROM groups WHERE step IS NULL AND dropped IS NULL AND informative = 0 ORDER BY id LIMIT ?",
+            """SELECT id FROM groups INDEXED BY groups_open
+               WHERE step IS NULL AND dropped IS NULL AND informative = 0 ORDER BY id LIMIT ?""",
             (limit - len(chosen),),
         ).fetchall()
         enough = len(chosen) == self.settings.groups_per_step or len(chosen) + len(alike) >= limit
-        return self.groups([*chosen, *(row["id"] for row in alike)]) if enough and not awaited else None
+        if enough and not awaited:
+            return StepOffer(groups=tuple(self.groups([*chosen, *(row["id"] for row in alike)])))
+        return StepOffer()
 
     def awaited_tasks(self, step: int) -> list[str]:
         """Return the tasks of slow groups that the next step waits for although enough others are ready."""
-        chosen, awaited = self._choose(step)
+        chosen, awaited = self._choose(step, self._trainable(step))
         return awaited if len(chosen) == self.settings.groups_per_step else []
 
-    def _choose(self, step: int) -> tuple[list[int], list[str]]:
+    def judge(self, verdicts: Iterable[tuple[int, bool]]) -> None:
+        """Record for complete groups, by id, whether their rewards differ."""
+        rows = [(informative, id) for id, informative in verdicts]
+        with self._transaction(durable=True) as db:
+            db.executemany("UPDATE groups SET informative=? WHERE id=? AND step IS NULL", rows)
+
+    def _choose(self, step: int, trainable: Sequence[sqlite3.Row]) -> tuple[list[int], list[str]]:
         """Return the stalest ready groups for one step, and the tasks of staler unfinished groups to wait for."""
-        chosen, awaited = choose_groups([GroupAge(**row) for row in self._trainable(step)], step, self.settings)
+        chosen, awaited = choose_groups([GroupAge(**row) for row in trainable], step, self.settings)
         return [group.grp for group in chosen], [group.task for group in awaited]
 
     def _trainable(self, step: int) -> list[sqlite3.Row]:
@@ -335,17 +374,18 @@ class RolloutQueue:
             f"""SELECT grp, task, informative, SUM(state != 'ready') AS missing,
                       MAX((state != 'ready') * attempt) AS tries,
                       MIN(CASE WHEN state != 'queued' OR resume != '' THEN oldest END) AS age
-               FROM slots JOIN groups ON groups.id = grp WHERE {OUTSTANDING}
+               FROM groups INDEXED BY groups_open CROSS JOIN slots ON grp = groups.id WHERE {OUTSTANDING}
                GROUP BY grp HAVING age >= ? ORDER BY age, grp""",
             (step - self.settings.max_staleness,),
         ).fetchall()
 
     def mark_trained(self, groups: Iterable[ReadyGroup], step: int) -> None:
-        """Record that these groups were consumed by this step, with these rewards."""
-        with self._transaction() as db:
+        """Record durably that these groups were consumed by this step, with these rewards."""
+        with self._transaction(durable=True) as db:
             for group in groups:
                 found = db.execute(
-                    "UPDATE groups SET step=? WHERE id=? AND step IS NULL AND dropped IS NULL", (step, group.id)
+                    "UPDATE groups SET step=? WHERE id=? AND (step IS NULL OR step = ?) AND dropped IS NULL",
+                    (step, group.id, step),
                 )
                 if not found.rowcount:
                     raise EtudeError(f"group {group.id} of {group.task} was trained or dropped before")
@@ -353,196 +393,50 @@ class RolloutQueue:
                 db.executemany("UPDATE slots SET reward=? WHERE id=?", rewards)
 
     def record_version(self, number: int, step: int) -> None:
-        """Record the policy step of a weight version. An unknown version counts as the step of the same number."""
-        with self._transaction() as db:
+        """Record durably the policy step of a weight version. An unknown one counts as the step of the same number."""
+        with self._transaction(durable=True) as db:
             db.execute("INSERT OR REPLACE INTO versions VALUES (?, ?)", (number, step))
-
-    def step_of(self, number: int) -> int:
-        """Return the policy step that a weight version counts as."""
-        return int(self._scalar(f"SELECT COALESCE({OLDEST_STEP % ('?', '?')}, ?)", number, number, number))
-
-    def last_heartbeat(self) -> float:
-        """Return the latest lease end of all slots in flight: it grows while any worker is alive."""
-        return float(self._scalar(f"SELECT COALESCE(MAX(lease), 0) FROM slots WHERE {IN_FLIGHT}"))
-
-    def newest_version(self) -> int:
-        """Return the newest weight version, whether its upload has finished or not; -1 before the first."""
-        return int(self._scalar("SELECT COALESCE(MAX(number), -1) FROM versions"))
 
     def rewind(self, step: int) -> int:
         """Go back to the checkpoint after `step`: groups that were trained later are ready again, not resampled.
 
         Returns how many groups are ready again.
         """
-        with self._transaction() as db:
-            db.execute("INSERT INTO rewinds SELECT MAX(number), ? FROM versions HAVING MAX(step) > ?", (step, step))
+        with self._transaction(durable=True) as db:
+            newest, later = "(SELECT MAX(number) FROM versions)", "(SELECT MAX(step) FROM versions) > ?"
+            db.execute(f"INSERT INTO rewinds SELECT {newest}, ? WHERE {later}", (step, step))
             back = db.execute("UPDATE groups SET step=NULL WHERE step > ?", (step,)).rowcount
-            # Rollouts in progress have only a lower bound yet, and those of older Etudes no versions.
+            # Rollouts in progress have only a lower bound yet.
             for name in ("oldest", "newest"):
-                db.execute(f"UPDATE slots SET {name} = 2 * ? - {name} WHERE {name} > ?", (step, step))
+                later = f"{name} > ? AND fate = 'open'"
+                db.execute(f"UPDATE slots INDEXED BY slots_open SET {name} = 2*? - {name} WHERE {later}", (step, step))
             db.execute(
-                f"""UPDATE slots SET oldest = COALESCE({OLDEST_STEP % (FIRST_VERSION, LAST_VERSION)}, oldest),
-                                     newest = COALESCE({OLDEST_STEP % (LAST_VERSION, LAST_VERSION)}, newest)
-                    WHERE reward IS NOT NULL AND grp IN (SELECT id FROM groups WHERE step IS NULL)"""
+                f"""UPDATE slots INDEXED BY slots_open
+                    SET oldest = COALESCE({OLDEST_STEP % (FIRST_VERSION, LAST_VERSION)}, oldest),
+                        newest = COALESCE({OLDEST_STEP % (LAST_VERSION, LAST_VERSION)}, newest)
+                    WHERE reward IS NOT NULL AND fate = 'open'"""
             )
             served = "UPDATE plan SET value = 2 * ? - value WHERE key='served' AND CAST(value AS INTEGER) > ?"
             db.execute(served, (step, step))
             return back
 
-    def lineage(self) -> int:
-        """Return how often the trainer has gone back to a checkpoint."""
-        return int(self._scalar("SELECT COUNT(*) FROM rewinds"))
-
-    def requeue_lost(self) -> int:
-        """Requeue finished rollouts with a token of a lost version; return how many."""
+    def requeue_lost(self, prefix: str = "") -> int:
+        """Requeue finished rollouts of tasks with this prefix that have a token of a lost version; return how many."""
         if not self.lineage():
             return 0
         with self._transaction() as db:
             return db.execute(
                 f"""UPDATE slots SET state='queued', reward=NULL, trace='', oldest=NULL, newest=NULL, resume='',
                            note='sampled by weights that were lost'
-                    WHERE state='ready' AND EXISTS (SELECT 1 FROM versions v WHERE v.step > {SHARED_STEP}
-                                                    AND v.number BETWEEN {FIRST_VERSION} AND {LAST_VERSION})"""
+                    WHERE grp IN (SELECT id FROM groups WHERE task >= ? AND task < ?) AND state='ready'
+                      AND EXISTS (SELECT 1 FROM versions v WHERE v.step > {SHARED_STEP}
+                                  AND v.number BETWEEN {FIRST_VERSION} AND {LAST_VERSION})""",
+                (prefix, prefix + AFTER_ANY),
             ).rowcount
 
     def discard(self, group: int, reason: str) -> None:
         """Drop a group and free its name, so that its prompt can be used again; running claims become invalid."""
         with self._transaction() as db:
-            db.execute("UPDATE groups SET dropped=?, task='lost-' || id || '/' || task WHERE id=?", (reason, group))
-            db.execute(f"UPDATE slots SET state='queued', worker='', lease=0 WHERE grp=? AND {IN_FLIGHT}", (group,))
-
-    # ------------------------------------------------------------------------------------------ reading
-
-    def slot(self, id: int) -> Slot:
-        row = self._db.execute(
-            "SELECT slots.*, task FROM slots JOIN groups ON groups.id = grp WHERE slots.id = ?", (id,)
-        ).fetchone()
-        return _slot(row)
-
-    def group(self, id: int) -> ReadyGroup:
-        """Return all slots of a group, whatever their state."""
-        rows = self._db.execute(
-            "SELECT slots.*, task FROM slots JOIN groups ON groups.id = grp WHERE grp = ? ORDER BY number", (id,)
-        ).fetchall()
-        return ReadyGroup(id, rows[0]["task"], tuple(_slot(row) for row in rows))
-
-    def groups(self, ids: Iterable[int]) -> list[ReadyGroup]:
-        return [self.group(id) for id in ids]
-
-    def counts(self) -> dict[str, int]:
-        """Return the number of slots by state; those of trained and dropped groups count as such."""
-        rows = self._db.execute(
-            """SELECT CASE WHEN dropped IS NOT NULL THEN 'dropped' WHEN step IS NOT NULL THEN 'trained' ELSE state END
-                      AS name, COUNT(*) AS n FROM slots JOIN groups ON groups.id = grp GROUP BY name"""
-        ).fetchall()
-        return {row["name"]: row["n"] for row in rows}
-
-    def rollout_checkpoints(self) -> list[dict[str, Any]]:
-        """Return the checkpoints of rollouts whose group was not dropped."""
-        rows = self._db.execute(
-            "SELECT resume FROM slots JOIN groups ON groups.id = grp WHERE resume != '' AND dropped IS NULL"
-        ).fetchall()
-        return [json.loads(row["resume"]) for row in rows]
-
-    def waiting_for(self, now: float) -> str:
-        """Describe what a waiting trainer waits for."""
-        row = self._db.execute(
-            f"""SELECT slots.*, task FROM slots JOIN groups ON groups.id = grp
-                WHERE {IN_FLIGHT} ORDER BY lease LIMIT 1"""
-        ).fetchone()
-        counts = ", ".join(f"{n} {name}" for name, n in sorted(self.counts().items())) or "no slots"
-        if row is None:
-            return counts
-        silent = f"slot {row['id']} of {row['task']}, {row['state']} at {row['worker']}"
-        return f"{counts}; longest without a heartbeat: {silent}, its lease expires in {row['lease'] - now:.0f} s"
-
-    def last_step(self) -> int:
-        """Return the newest step that trained a group; 0 before the first."""
-        return int(self._scalar("SELECT COALESCE(MAX(step), 0) FROM groups"))
-
-    def trained(self) -> list[tuple[str, int]]:
-        """Return every prompt that was trained on, with its step."""
-        rows = self._db.execute("SELECT task, step FROM groups WHERE step IS NOT NULL ORDER BY step, id").fetchall()
-        return [(row["task"], row["step"]) for row in rows]
-
-    def dropped(self) -> dict[str, int]:
-        """Return the prompts that were dropped, with the number of failures of their worst slot."""
-        rows = self._db.execute(
-            """SELECT task, MAX(failures) AS failures FROM slots JOIN groups ON groups.id = grp
-               WHERE dropped IS NOT NULL GROUP BY task"""
-        ).fetchall()
-        return {row["task"]: row["failures"] for row in rows}
-
-    def tasks(self) -> list[str]:
-        """Return the prompts that were used, in the order they were started."""
-        return [row["task"] for row in self._db.execute("SELECT task FROM groups ORDER BY id")]
-
-    def progress(self, prefix: str = "") -> list[GroupProgress]:
-        """Return the progress of every group whose task has this prefix, in the order they were started."""
-        rows = self._db.execute(
-            """SELECT groups.id AS id, task, step, COALESCE(dropped, '') AS dropped, COUNT(*) AS size,
-                      SUM(state = 'ready') AS ready, SUM(failures) AS failures
-               FROM groups JOIN slots ON grp = groups.id WHERE substr(task, 1, ?) = ?
-               GROUP BY groups.id ORDER BY groups.id""",
-            (len(prefix), prefix),
-        ).fetchall()
-        return [GroupProgress(**row) for row in rows]
-
-    def uses(self) -> list[GroupUse]:
-        """Return every use of a prompt, in the order the groups were started."""
-        rows = self._db.execute("SELECT task, step, dropped IS NOT NULL AS dropped FROM groups ORDER BY id").fetchall()
-        return [GroupUse(row["task"], row["step"], bool(row["dropped"])) for row in rows]
-
-    def efforts(self) -> list[GroupEffort]:
-        """Return the mean effort of each group's finished rollouts, in the order the groups were started.
-
-        Reading rewards takes long in a long run: only those of groups that have changed since the last call are read.
-        """
-        rows = self._db.execute(
-            """SELECT grp, task, step, COUNT(*) AS rollouts, SUM(attempt) AS attempts
-               FROM slots JOIN groups ON groups.id = grp WHERE state = 'ready' GROUP BY grp ORDER BY grp"""
-        ).fetchall()
-        for row in rows:
-            known = (row["rollouts"], row["attempts"])
-            if self._efforts.get(row["grp"], ((0, 0), ()))[0] != known:
-                self._efforts[row["grp"]] = known, self._effort(row["grp"])
-        return [GroupEffort(row["task"], row["step"], row["rollouts"], *self._efforts[row["grp"]][1]) for row in rows]
-
-    def _effort(self, group: int) -> tuple[Any, ...]:
-        """Return mean turns, thinking and solved of a group's finished rollouts, and the seconds of the slowest."""
-        return tuple(
-            self._db.execute(
-                """SELECT AVG(json_extract(reward, '$.cost.turns')), AVG(json_extract(reward, '$.cost.thinking')),
-                          AVG(json_extract(reward, '$.solved')),
-                          MAX((SELECT SUM(value) FROM json_each(reward, '$.seconds')))
-                   FROM slots WHERE state = 'ready' AND grp = ?""",
-                (group,),
-            ).fetchone()
-        )
-
-    def trained_rewards(self, step: int, limit: int) -> list[dict[str, Any]]:
-        """Return the rewards of the last `limit` rollouts trained on up to a step, oldest first."""
-        rows = self._db.execute(
-            """SELECT reward FROM slots JOIN groups ON groups.id = grp WHERE step <= ? AND reward IS NOT NULL
-               ORDER BY step DESC, grp DESC, number DESC LIMIT ?""",
-            (step, limit),
-        ).fetchall()
-        return [json.loads(row["reward"]) for row in reversed(rows)]
-
-    def incidents(self, step: int | None = None) -> list[Incident]:
-        """Return incidents, oldest first: all of them, or those between the previous step and this one."""
-        rows = self._db.execute(
-            """SELECT task, number, kind, why FROM troubles JOIN groups ON groups.id = grp
-               WHERE ? IS NULL OR COALESCE(troubles.step, 0) = ? - 1 ORDER BY troubles.id""",
-            (step, step),
-        ).fetchall()
-        return [Incident(**row) for row in rows]
-
-    def _scalar(self, query: str, *values: Any) -> Any:
-        return self._db.execute(query, values).fetchone()[0]
-
-
-def _slot(row: sqlite3.Row) -> Slot:
-    slot = Slot(row["id"], row["grp"], row["task"], row["number"], row["attempt"], row["state"], row["oldest"])
-    reward, resume = (json.loads(row[name]) if row[name] else None for name in ("reward", "resume"))
-    return replace(slot, newest_step=row["newest"], reward=reward, trace=row["trace"], resume=resume, note=row["note"])
+            name = "task='lost-' || id || '/' || task"
+            db.execute(f"UPDATE groups SET dropped=?, {name} WHERE id=? AND dropped IS NOT ?", (reason, group, reason))
+            db.execute(f"UPDATE slots SET {REQUEUE} WHERE grp=? AND {IN_FLIGHT}", (group,))

@@ -78,12 +78,45 @@ class GroupEffort:
 
 
 @dataclass(frozen=True)
-class GroupUse:
-    """One use of a prompt: the step that consumed its group, None before that, and whether it was dropped."""
+class GroupRecord:
+    """What a group has come to so far; `change` is the number of its last change, over all groups."""
 
+    id: int
     task: str
     step: int | None
     dropped: bool
+    change: int
+    effort: GroupEffort | None  # None: no rollout is finished
+
+
+@dataclass(frozen=True)
+class HeldSlot:
+    """A slot as its worker reports it."""
+
+    id: int
+    attempt: int
+    state: str
+
+
+@dataclass(frozen=True)
+class StepOffer:
+    """What the queue has for the next policy step: complete groups to judge first, or the groups of the step."""
+
+    unjudged: tuple[ReadyGroup, ...] = ()
+    groups: tuple[ReadyGroup, ...] | None = None  # None: there are not enough yet, or slow ones are awaited
+
+
+@dataclass(frozen=True)
+class QueueState:
+    """The figures of a queue at one time; `changes` differs after every change."""
+
+    changes: int
+    counts: dict[str, int]  # slots by state; those of trained and dropped groups count as such
+    outstanding: int  # groups that may still be trained on
+    last_step: int
+    last_heartbeat: float
+    lineage: int
+    waiting_for: str
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal
 
 from etude.chat.dialects.dialect import Dialect
@@ -25,7 +24,7 @@ from etude.harness.model_client import SEED_LIMIT, ChatModelClient, ModelClient,
 from etude.harness.session import Session, SessionSpec
 from etude.harness.tools.executor import ToolExecutor, exposed_tools
 from etude.harness.trace import Trace
-from etude.harness.trace_store import load_trace, save_trace
+from etude.harness.trace_store import pack_trace, unpack_trace
 from etude.inference.clients.openai import OpenAIChat
 from etude.inference.policy import Policy
 from etude.inference.sampling import Sampling
@@ -352,29 +351,28 @@ class CheckpointWriter:
         return True
 
 
-# ------------------------------------------------------------------------------------------- checkpoint files
+# ------------------------------------------------------------------------------------------- stored checkpoints
 
 
-def save_checkpoint(checkpoint: RolloutCheckpoint, path: Path) -> None:
-    """Save a checkpoint as a trace file with the state to resume from among its facts."""
+def pack_checkpoint(checkpoint: RolloutCheckpoint) -> bytes:
+    """Return a checkpoint as the content of a trace file, with the state to resume from among its facts."""
     state = {
         **checkpoint.environment.to_json(),
         "tools": dict(checkpoint.tools),
         "seed": checkpoint.seed,
         "over": checkpoint.finished,
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_trace(replace(checkpoint.trace, facts={**checkpoint.trace.facts, CHECKPOINT_KEY: state}), path)
+    return pack_trace(replace(checkpoint.trace, facts={**checkpoint.trace.facts, CHECKPOINT_KEY: state}))
 
 
-def load_checkpoint(path: Path) -> RolloutCheckpoint:
-    """Load a checkpoint; InputError if the file is missing, damaged or not a checkpoint."""
-    trace = load_trace(path)
+def unpack_checkpoint(data: bytes, name: str) -> RolloutCheckpoint:
+    """Return the checkpoint from the output of `pack_checkpoint`; InputError if it is damaged or not a checkpoint."""
+    trace = unpack_trace(data, name)
     try:
         state = trace.facts[CHECKPOINT_KEY]
         environment = EnvironmentCheckpoint.from_json(state)
         tools, seed, finished = dict(state["tools"]), int(state["seed"]), bool(state["over"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise InputError(f"{path}: not a rollout checkpoint, or damaged: {error!r}") from error
+        raise InputError(f"{name}: not a rollout checkpoint, or damaged: {error!r}") from error
     facts = {name: value for name, value in trace.facts.items() if name != CHECKPOINT_KEY}
     return RolloutCheckpoint(replace(trace, facts=facts), environment, tools, seed, finished)

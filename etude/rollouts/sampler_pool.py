@@ -1,6 +1,6 @@
 """A policy over all samplers of a run, which may die, hang and be restarted elsewhere while requests are in flight.
 
-Samplers are discovered through their status files. A session stays with one sampler, which has its prefix cached; new
+The run service says where the samplers are. A session stays with one sampler, which has its prefix cached; new
 sessions go to the sampler with the fewest requests. A request is only token ids, so a lost one is sent again, to the
 same or another sampler, until a deadline: then SamplersUnavailable says what was waited for.
 """
@@ -8,6 +8,7 @@ same or another sampler, until a deadline: then SamplersUnavailable says what wa
 import asyncio
 import contextlib
 import random
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -21,16 +22,16 @@ from etude.inference.clients.transport import RetryPolicy, ServerError, ServerUn
 from etude.inference.policy import PolicyBase, Weights
 from etude.inference.request import Completion
 from etude.inference.sampling import Sampling
-from etude.runs.layout import RunLayout
-from etude.runs.service_status import SAMPLER, read_statuses, sampler_token
+from etude.runs.client import LONG_POLL_S, RunClient
+from etude.runs.member import RunMember
 
 DEADLINE_S = 120.0  # a sampler starts in seconds; loading a large model and its weights takes a minute or two
 MAX_LOSSES = (
     5  # per request, after processing started: a request that crashes every engine must not be retried for ever
 )
 PROCESSING_S = 1.0  # a request that failed sooner is not counted as a loss
-MAX_STATUS_AGE_S = 10.0  # status files are written every second, on a busy machine later
-REFRESH_S = 0.2  # seconds between two reads of the status files
+REFRESH_S = 0.2  # seconds between two looks at what is known of the samplers, while none is usable
+ASK_AGAIN_S = 1.0  # before the run service is asked again after an error
 MIN_BACKOFF_S, MAX_BACKOFF_S = 0.25, 10.0  # after a failure of a sampler; doubled for each further one
 QUEUE_FULL_S = 1.0  # seconds before a request that found a full queue is sent again
 HEALTH_S, HEALTH_TIMEOUT_S, HEALTH_FAILURES = (
@@ -54,6 +55,7 @@ class SamplerEndpoint:
     name: str
     url: str
     pid: int
+    host: str
     http: HttpPolicy
     ready: bool = True
     status: dict[str, Any] = field(default_factory=dict)
@@ -89,22 +91,59 @@ class SamplerEndpoint:
             task.cancel()
 
 
-def open_sampler_pool(layout: RunLayout, *, deadline_s: float = DEADLINE_S, routing: bool = True) -> "SamplerPool":
+class SamplerDirectory:
+    """What the run service knows of the samplers, kept up to date by a thread that waits there for changes."""
+
+    def __init__(self, client: RunClient) -> None:
+        self._client = client.twin(problem="", on_problem=lambda problem: None)
+        self._samplers: dict[str, dict[str, Any]] = {}
+        self._problem = "the run service has not answered yet"
+        self._thread = threading.Thread(target=self._follow, name="samplers", daemon=True)
+        self._closed = threading.Event()
+        self._thread.start()
+
+    def current(self) -> dict[str, dict[str, Any]]:
+        """Return what each sampler has reported: url, pid, state, version and what it waits for."""
+        return self._samplers
+
+    @property
+    def problem(self) -> str:
+        """Why nothing is known of the samplers."""
+        return self._client.problem or self._problem
+
+    def close(self) -> None:
+        self._closed.set()
+        self._client.close()
+
+    def _follow(self) -> None:
+        seen = 0
+        while not self._closed.is_set():
+            try:
+                found = self._client.call("GET", "/samplers", wait_s=LONG_POLL_S, query={"seen": str(seen)})
+                seen, self._samplers, self._problem = found["seen"], found["samplers"], ""
+            except EtudeError as error:
+                self._problem = str(error)
+                self._closed.wait(ASK_AGAIN_S)
+
+
+def open_sampler_pool(member: RunMember, *, deadline_s: float = DEADLINE_S, routing: bool = True) -> "SamplerPool":
     """Return the policy of a run. Use it in one event loop, as a context manager or with `close`."""
-    return SamplerPool(layout, deadline_s=deadline_s, routing=routing)
+    directory = SamplerDirectory(member.client)
+    return SamplerPool(directory, member.info.sampler_token, deadline_s=deadline_s, routing=routing)
 
 
 class SamplerPool(PolicyBase):
     """All samplers of a run as one policy. With `routing`, completions of MoE models include the routed experts."""
 
-    def __init__(self, layout: RunLayout, *, deadline_s: float = DEADLINE_S, routing: bool = True) -> None:
-        self.layout, self.deadline_s, self.routing = layout, deadline_s, routing
-        self._token = sampler_token(layout)
+    def __init__(
+        self, directory: SamplerDirectory, token: str, *, deadline_s: float = DEADLINE_S, routing: bool = True
+    ) -> None:
+        self.directory, self.deadline_s, self.routing = directory, deadline_s, routing
+        self._token = token
         self._endpoints: dict[str, SamplerEndpoint] = {}  # the newest of each name
         self._replaced: list[SamplerEndpoint] = []  # to be closed when their requests have ended
-        self._status_times: dict[str, tuple[float, float]] = {}  # last time in a status, and when it changed here
         self._session_samplers: OrderedDict[str, str] = OrderedDict()
-        self._refreshed_at = -REFRESH_S
+        self._known: object = None  # what the directory said at the last refresh
         self._health_transport = Transport(self._token, RetryPolicy(timeout=HEALTH_TIMEOUT_S, attempts=1))
         self._health_task: asyncio.Task[None] | None = None
         self._closed = False
@@ -120,6 +159,7 @@ class SamplerPool(PolicyBase):
     async def close(self) -> None:
         """Close all connections; requests in flight raise SamplersUnavailable."""
         self._closed = True
+        self.directory.close()
         if self._health_task is not None:
             self._health_task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -206,7 +246,7 @@ class SamplerPool(PolicyBase):
         return endpoint
 
     async def load(self, weights: Weights, version: int) -> None:
-        raise InputError(f"samplers load weights only from {self.layout.store}; publish version {version} there")
+        raise InputError(f"samplers load weights only from the run's store; publish version {version} there")
 
     async def version(self) -> int:
         """Return the weight version that samples new tokens: the oldest of all usable samplers."""
@@ -216,43 +256,31 @@ class SamplerPool(PolicyBase):
     # ------------------------------------------------------------------------------------------- discovery and health
 
     def _refresh(self) -> None:
-        """Read the status files, at most once in REFRESH_S seconds."""
-        now = time.monotonic()
-        if now - self._refreshed_at < REFRESH_S:
+        """Take note of what has changed at the samplers."""
+        found = self.directory.current()
+        if found is self._known:
             return
-        self._refreshed_at = now
-        statuses = read_statuses(self.layout)
-        found = {name: status for name, status in statuses.items() if status.get("kind") == SAMPLER}
+        self._known = found
         for name, status in found.items():
-            ready = status["state"] == "ready" and self._is_recent(name, status, now)
+            ready = status["state"] == "ready"
             if ready:
                 self._add_endpoint(name, status)
             known = self._endpoints.get(name)
-            if known is not None and (known.url, known.pid) == (status.get("url"), status.get("pid")):
+            if known is not None and _process(status) == (known.url, known.pid, known.host):
                 known.ready, known.status = ready, status
             elif known is not None:  # a new process that is not ready yet
                 self._replace(known)
         for name in self._endpoints.keys() - found.keys():
             self._endpoints[name].ready = False
 
-    def _is_recent(self, name: str, status: dict[str, Any], now: float) -> bool:
-        """Return whether a status was written recently; if clocks differ, whether it changed recently."""
-        written = float(status["time"])
-        last = self._status_times.get(name)
-        if last is None:
-            self._status_times[name] = written, now - abs(time.time() - written)
-        elif last[0] != written:
-            self._status_times[name] = written, now
-        return now - self._status_times[name][1] <= MAX_STATUS_AGE_S
-
     def _add_endpoint(self, name: str, status: dict[str, Any]) -> None:
         known = self._endpoints.get(name)
         if known is not None:
-            if (known.url, known.pid) == (status.get("url"), status.get("pid")):
+            if _process(status) == (known.url, known.pid, known.host):
                 return
             self._replace(known)
         http = HttpPolicy(status["url"], self._token, routing=self.routing, retry=RetryPolicy(attempts=1))
-        self._endpoints[name] = SamplerEndpoint(name, status["url"], status["pid"], http)
+        self._endpoints[name] = SamplerEndpoint(name, *_process(status), http)
 
     def _replace(self, endpoint: SamplerEndpoint) -> None:
         del self._endpoints[endpoint.name]
@@ -263,8 +291,7 @@ class SamplerPool(PolicyBase):
         """Find samplers that hang: a request alone cannot distinguish them from busy ones."""
         while True:
             await asyncio.sleep(HEALTH_S)
-            with contextlib.suppress(EtudeError, OSError):  # requests report an unreadable status
-                self._refresh()
+            self._refresh()
             checked = [each for each in self._endpoints.values() if each.requests or each.abandoned]
             await asyncio.gather(*(self._check_health(endpoint) for endpoint in checked))
             replaced, self._replaced = self._replaced, []
@@ -289,16 +316,17 @@ class SamplerPool(PolicyBase):
     def _problems(self) -> str:
         """Describe why each sampler is not usable."""
         found = []
-        for name, status in read_statuses(self.layout).items():
-            if status.get("kind") != SAMPLER:
-                continue
-            known, age = self._endpoints.get(name), time.time() - float(status["time"])
-            if status["state"] != "ready":
-                reason = status["waiting_for"] or status.get("problem")
-                problem = f"{status['state']}: {reason}" if reason else status["state"]
-            elif known is not None and known.problem:
-                problem = known.problem
+        for name, status in self.directory.current().items():
+            known = self._endpoints.get(name)
+            if status["state"] == "ready":
+                problem = known.problem if known is not None else ""
             else:
-                problem = f"no status for {age:.0f} s"
+                reason = status["waiting_for"] or status["problem"]
+                problem = f"{status['state']}: {reason}" if reason else status["state"]
             found.append(f"{name}: {problem}")
-        return "; ".join(found) or f"there is none: {self.layout.services} has no status of a sampler"
+        return "; ".join(found) or f"there is none: {self.directory.problem or 'no sampler has reported'}"
+
+
+def _process(status: dict[str, Any]) -> tuple[str, int, str]:
+    """Return what distinguishes one process of a sampler from another."""
+    return status["url"], status["pid"], status["host"]

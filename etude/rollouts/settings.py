@@ -6,7 +6,7 @@
 
 import math
 from pathlib import Path
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -14,11 +14,13 @@ from etude.config import AbsolutePath, NameOrPath, Settings, StageSettings, load
 from etude.errors import InputError
 from etude.harness.profile import SessionSettings
 from etude.inference.settings import SamplerRunSettings
+from etude.pods.settings import PodSettings
 from etude.rewards.effort import EffortSettings
 from etude.rewards.reward import check_weights
-from etude.runs.layout import RunLayout
+from etude.runs.layout import RL_ROOT, RunLayout
 
-MODEL_STAGES = ("base", "init", "pretrain", "extend", "sft", "rl")  # that leave a model, in pipeline order
+# Stages that leave a model, in pipeline order. That of `control` is beside RL's: no stage starts from it.
+MODEL_STAGES = ("base", "init", "pretrain", "extend", "sft", "control", "rl")
 
 
 def _check_rewards(weights: dict[str, float]) -> dict[str, float]:
@@ -93,10 +95,15 @@ class QueueSettings(QueueLimits):
 class WorkerSettings(QueueLimits, SessionSettings):
     """The sessions, and the workers that run them: shared by `[rl]` and `[evaluation.sessions]`."""
 
-    workers: int = Field(default=1, ge=1, description="worker processes that run sessions")
+    traces: str = Field(
+        default="",
+        description="object store of traces and rollout checkpoints, such as s3://bucket/run; default: in the run",
+    )
+    workers: int = Field(default=1, ge=1, description="worker processes that run sessions, on each node of a cluster")
     checkpoint_rollouts_s: float = Field(
         default=60.0, ge=0, description="seconds between checkpoints of a rollout; 0: no checkpoints"
     )
+    pods: PodSettings = Field(default_factory=PodSettings)
 
 
 class RolloutSettings(QueueSettings, WorkerSettings, StageSettings):
@@ -177,6 +184,12 @@ class EvaluationSettings(StageSettings):
         return self.validation_samples if name == Path(self.validation).name else self.samples
 
 
+def load_sessions(layout: RunLayout) -> WorkerSettings:
+    """Return the settings of a run's sessions: those of `[rl]`, or of `[evaluation.sessions]`."""
+    table = layout.sessions_table()
+    return load_table(layout.recipe, table, RolloutSettings if table == "rl" else WorkerSettings)
+
+
 def load_evaluation(layout: RunLayout) -> EvaluationSettings | None:
     """Return the table `[evaluation]` of a run's recorded recipe; None if it has none."""
     if "evaluation" not in read_toml(layout.recipe):
@@ -194,3 +207,39 @@ def evaluation_queue(queue: QueueLimits, samples: int) -> QueueSettings:
         lease_s=queue.lease_s,
         max_attempts=queue.max_attempts,
     )
+
+
+QueueName = Literal["training", "evaluation"]
+QUEUES: tuple[QueueName, ...] = ("evaluation", "training")  # in order of priority
+
+
+def load_queues(layout: RunLayout) -> dict[QueueName, QueueSettings]:
+    """Return the settings of the queues of a set of processes: the stage `evaluation` has no training queue."""
+    sessions, evaluation = load_sessions(layout), load_evaluation(layout)
+    found: dict[QueueName, QueueSettings] = {
+        "evaluation": evaluation_queue(sessions, evaluation.validation_samples if evaluation else 1)
+    }
+    if isinstance(sessions, RolloutSettings) and layout.service_root == RL_ROOT:
+        found["training"] = sessions
+    return found
+
+
+# ------------------------------------------------------------------------------------------- object stores
+
+
+def weight_store(layout: RunLayout) -> str:
+    """Return the URL or directory of the store of weights: only those that RL trains may be outside of the run."""
+    if layout.service_root != RL_ROOT:
+        return layout.store
+    return str(read_toml(layout.recipe).get("rl", {}).get("weights", {}).get("store", "")) or layout.store
+
+
+def rollout_store(layout: RunLayout) -> str:
+    """Return the URL or directory of the store of traces and rollout checkpoints."""
+    if not layout.recipe.exists():
+        return str(layout.root)
+    table: Any = read_toml(layout.recipe)
+    for name in layout.sessions_table().split("."):
+        table = table.get(name, {})
+    elsewhere = str(table.get("traces", ""))
+    return f"{elsewhere.rstrip('/')}/{layout.service_root}" if elsewhere else str(layout.root)

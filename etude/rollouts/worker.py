@@ -1,11 +1,12 @@
 """A worker process: claims slots, runs their rollouts in pods, stores traces and reports rewards to the queue.
 
-    python -m etude.rollouts.worker RUN --name worker-0
+    ETUDE_RUN_TOKEN=... python -m etude.rollouts.worker --service URL --name worker-0
 
-One process with one event loop runs many rollouts concurrently; evaluation slots come before training slots. It talks
-only to the rollout queues and the samplers. It may be killed at any time: its slots are requeued and continue from the
-last checkpoint of each rollout, in the restarted worker or in another one on the same machine. On SIGTERM it releases
-its slots, closes its pods and exits. It reports its status every second.
+One process with one event loop runs many rollouts concurrently; evaluation slots come before training slots. It needs
+only the run service, the samplers and the object store of traces, so it may run on any machine. It may be killed at any
+time: its slots are requeued and continue from the last checkpoint of each rollout, in the restarted worker or in
+another one on the same machine. On SIGTERM it releases its slots, closes its pods and exits. Its heartbeats carry its
+status.
 """
 
 import argparse
@@ -17,29 +18,26 @@ import sys
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any
 
 from etude.chat.dialects import dialect_for
 from etude.chat.tokenizer import Tokenizer
-from etude.config import load_table, read_toml
+from etude.config import read_toml
 from etude.errors import EtudeError, InputError
 from etude.harness.search.searcher import open_searcher
 from etude.harness.session import SessionSpec
 from etude.harness.toolserver.client import launch_tool_server
-from etude.harness.trace_store import SUFFIX, save_trace
+from etude.harness.trace_store import SUFFIX, pack_trace
 from etude.inference.policy import Policy
 from etude.model.config import ModelConfig
 from etude.pods import open_fleet
 from etude.pods.fleet import Fleet
 from etude.pods.pod import PodError
 from etude.rewards.effort import EffortSettings
-from etude.rewards.live_weights import LiveWeights
-from etude.rollouts.queue import RolloutQueue, SlotState, StaleClaim
-from etude.rollouts.queue_records import Slot
+from etude.rollouts.queue import SlotState, StaleClaim
+from etude.rollouts.queue_records import HeldSlot, Slot
 from etude.rollouts.rollout import (
     PolicyBinding,
     Rollout,
@@ -47,37 +45,29 @@ from etude.rollouts.rollout import (
     RolloutFailed,
     RolloutOptions,
     RolloutPhase,
-    load_checkpoint,
+    pack_checkpoint,
     rollout_seed,
     run_rollout,
-    save_checkpoint,
+    unpack_checkpoint,
 )
 from etude.rollouts.sampler_pool import SamplersUnavailable, open_sampler_pool
-from etude.rollouts.settings import (
-    EvaluationSettings,
-    QueueSettings,
-    RolloutSettings,
-    WorkerSettings,
-    evaluation_queue,
-    load_evaluation,
-)
+from etude.rollouts.settings import QUEUES, QueueName, RolloutSettings, WorkerSettings, load_evaluation, load_sessions
+from etude.rollouts.stored_traces import trace_name
+from etude.rollouts.worker_client import WorkerClient
+from etude.runs.address import TOKEN_VARIABLE
+from etude.runs.client import PATIENCE_S, status_facts
 from etude.runs.layout import RL_ROOT, RunLayout
-from etude.runs.service_status import read_statuses, write_status
+from etude.runs.member import RunMember, open_member
 from etude.system.cores import usable_cores
 from etude.system.processes import die_with_parent, parent_process
 from etude.system.terminal import say
 from etude.tasks.environment import PreparedEnvironments, environment_kind
 from etude.tasks.harbor import read_task
 from etude.tasks.task import Task
+from etude.weights.object_store import ROLLOUTS, open_store
 
-T = TypeVar("T")
-QueueName = Literal["training", "evaluation"]
-QUEUES: tuple[QueueName, ...] = ("evaluation", "training")  # in order of priority
-
-IDLE_S = 0.05  # seconds between polls of a queue that has no slot to claim
-STATUS_S = 1.0
-HEARTBEATS_PER_LEASE = 4  # at least ...
-HEARTBEAT_S = 2.0  # ... and at least this often, so that the queue shows the current state
+STATUS_S = 1.0  # seconds between two looks for a sampler, times four
+FULL_DISK_S = 5.0  # seconds before a trace that could not be stored is stored again
 SWEEP_S = 60.0  # seconds between searches for unneeded snapshots
 STOP_S = 8.0  # seconds to stop after SIGTERM; the orchestrator sends SIGKILL after ten
 KIND_SAMPLE = 32  # tasks whose environments are compared to find the kind to keep warm
@@ -91,9 +81,7 @@ log = logging.getLogger("etude.rollouts.worker")
 class WorkerConfig:
     """The part of a run's configuration that a worker needs."""
 
-    layout: RunLayout
-    queues: Mapping[QueueName, QueueSettings]
-    tasks: Mapping[QueueName, Mapping[str, Path]]  # task directories by name
+    run: str  # its name
     options: Mapping[QueueName, RolloutOptions]
     rewards: Mapping[str, float]  # weights of the recipe
     seed: int
@@ -119,95 +107,24 @@ class ClaimedSlot:
         return "starting" if self.phase == "environment" else "grading" if self.phase == "grading" else "running"
 
 
-class RolloutQueueClient:
-    """The rollout queues, accessed in a thread of their own: a locked database must not block the sessions."""
-
-    def __init__(self, worker: str, layout: RunLayout, settings: Mapping[QueueName, QueueSettings]) -> None:
-        self.worker, self.settings = worker, settings
-        self.paths = {"training": layout.slots, "evaluation": layout.evaluations}
-        self._thread = ThreadPoolExecutor(1, "slots")
-        self._queues: dict[QueueName, RolloutQueue] = {}
-
-    async def claim(self, count: int) -> list[tuple[QueueName, Slot]]:
-        """Claim at most `count` slots."""
-
-        def work() -> list[tuple[QueueName, Slot]]:
-            found: list[tuple[QueueName, Slot]] = []
-            for name, queue in self._queues.items():
-                while len(found) < count and (slot := queue.claim(self.worker, time.time())) is not None:
-                    found.append((name, slot))
-            return found
-
-        return await self._call(work)
-
-    async def heartbeat(self, claims: Sequence[ClaimedSlot]) -> list[ClaimedSlot]:
-        """Renew the leases of all claims; return those that are no longer valid."""
-        states = [(claim, claim.state) for claim in claims]
-
-        def work() -> list[ClaimedSlot]:
-            lost: list[ClaimedSlot] = []
-            for name, queue in self._queues.items():
-                own = {claim.slot.id: (claim, state) for claim, state in states if claim.queue == name}
-                gone = queue.heartbeat_all([(claim.slot, state) for claim, state in own.values()], time.time())
-                lost += [own[slot.id][0] for slot in gone]
-            return lost
-
-        return await self._call(work)
-
-    async def release(self) -> None:
-        """Requeue all slots of this worker."""
-        await self._call(lambda: [queue.release(self.worker) for queue in self._queues.values()])
-
-    async def snapshots(self) -> set[str]:
-        """Return the snapshots from which a slot may be resumed."""
-        return await self._call(
-            lambda: {
-                str(resume.get("snapshot")) for queue in self._queues.values() for resume in queue.rollout_checkpoints()
-            }
-        )
-
-    async def report(self, claim: ClaimedSlot, change: Callable[[RolloutQueue, Slot], None]) -> None:
-        """Apply a change to a claimed slot; StaleClaim if the claim is no longer valid."""
-        await self._call(lambda: change(self._queues[claim.queue], claim.slot))
-
-    async def close(self) -> None:
-        def work() -> None:
-            for queue in self._queues.values():
-                queue.close()
-
-        await self._call(work)
-        self._thread.shutdown()
-
-    async def _call(self, work: Callable[[], T]) -> T:
-        def run() -> T:
-            if not self._queues:  # a connection belongs to the thread that opened it
-                self._queues = {
-                    name: RolloutQueue(self.paths[name], self.settings[name])
-                    for name in QUEUES
-                    if name in self.settings
-                }
-            return work()
-
-        return await asyncio.get_running_loop().run_in_executor(self._thread, run)
-
-
 # ------------------------------------------------------------------------------------------- the worker
 
 
 class Worker:
     """Runs rollouts until `stop` is called. Use `run`."""
 
-    def __init__(self, name: str, config: WorkerConfig, fleet: Fleet, binding: PolicyBinding) -> None:
-        self.name, self.config, self.fleet, self.binding = name, config, fleet, binding
-        self.layout = config.layout
+    def __init__(self, member: RunMember, config: WorkerConfig, fleet: Fleet, binding: PolicyBinding) -> None:
+        self.config, self.fleet, self.binding = config, fleet, binding
         self.prepared = PreparedEnvironments(fleet, min_files=MIN_SNAPSHOT_FILES, prepare_pod=launch_tool_server)
-        self.queues = RolloutQueueClient(name, config.layout, config.queues)
-        self.weights = LiveWeights(config.layout.run, config.rewards)
-        self.claims: dict[tuple[QueueName, int], ClaimedSlot] = {}
+        self.service, self.member = WorkerClient(member), member
+        self.store = open_store(member, ROLLOUTS)
+        self.rewards, self.rewards_problem = config.rewards, ""  # weights in force
+        self.claims: dict[tuple[QueueName, int, int], ClaimedSlot] = {}  # by slot and attempt
         self.counts: Counter[str] = Counter()
         self.waiting_for = "the samplers"
         self.last_failure = ""
-        self._tasks: dict[Path, Task] = {}
+        self.storage_problem = ""  # why a trace could not be stored yet
+        self._tasks: dict[tuple[QueueName, str], Task] = {}
         self._slot_freed = asyncio.Event()
         self._stop = asyncio.Event()
         self._fatal: BaseException | None = None  # an error that a rollout could not report to the queue
@@ -222,8 +139,8 @@ class Worker:
         An InputError of a rollout ends the worker and the run. So does any other error that cannot be reported to the
         queue, but then the orchestrator restarts the worker.
         """
-        await self.queues.release()  # slots of an earlier process of this name
-        loops = [self._claim_loop(), self._heartbeat_loop(), self._status_loop(), self._sweep_loop()]
+        await self.service.enlist()
+        loops = [self._claim_loop(), self._heartbeat_loop(await self._heartbeat()), self._sweep_loop()]
         running = [asyncio.create_task(work) for work in (*loops, self._stop.wait())]
         prewarming = asyncio.create_task(self._prewarm())
         try:
@@ -241,10 +158,10 @@ class Worker:
 
     async def _prewarm(self) -> None:
         """Build the image that most tasks have, and keep pods of it ready, each with its tool server."""
-        queue: QueueName = "training" if "training" in self.config.queues else "evaluation"
-        directories = list(self.config.tasks[queue].values())[:KIND_SAMPLE]
+        queue: QueueName = "training" if "training" in self.config.options else "evaluation"
         with contextlib.suppress(EtudeError, OSError):  # the first rollout will report the error
-            found = [self._read_task(directory) for directory in directories]
+            names = await asyncio.to_thread(self.member.task_names, queue, KIND_SAMPLE)
+            found = [await self._read_task(queue, name) for name in names]
             tasks = {environment_kind(task): task for task in found}
             for kind, count in Counter(map(environment_kind, found)).most_common(1):
                 size = min(self.config.max_rollouts, usable_cores()) if count > 1 else 0
@@ -259,18 +176,14 @@ class Worker:
         if works:
             await asyncio.wait(works, timeout=STOP_S / 2)
         await self._persist(snapshots)
-        await self.queues.release()
-        await self.queues.close()
-        self._report_status()
+        await self.service.leave()
 
     async def _persist(self, snapshots: Sequence[str]) -> None:
         """Write snapshots to disk, so that they outlive the zygote's memory; those that take too long are lost."""
-        host = self.fleet.local
         with contextlib.suppress(TimeoutError, PodError, InputError):
             async with asyncio.timeout(STOP_S / 4):
-                for snapshot in snapshots if host is not None else ():
-                    assert host is not None
-                    await host.persist(snapshot)
+                for snapshot in snapshots:
+                    await self.fleet.persist(snapshot)
 
     # -- claims
 
@@ -279,17 +192,14 @@ class Worker:
         while True:
             self._slot_freed.clear()
             free = self.config.max_rollouts - len(self.claims)
-            slots = await self.queues.claim(free) if free else []
+            slots = await self.service.claim(free) if free else []
             for queue, slot in slots:
                 claim = ClaimedSlot(queue, slot, time.monotonic())
-                self.claims[queue, slot.id] = claim
+                self.claims[queue, slot.id, slot.attempt] = claim
                 claim.work = asyncio.create_task(self._run_slot(claim))
                 claim.work.add_done_callback(self._on_slot_done)
-            if not slots:
-                with contextlib.suppress(TimeoutError):
-                    # Not wait_for: before Python 3.12 it loses a cancellation that arrives with the event.
-                    async with asyncio.timeout(IDLE_S if free else STATUS_S):
-                        await self._slot_freed.wait()
+            if not free:
+                await self._slot_freed.wait()
             if self.waiting_for:
                 await self._wait_for_samplers()
 
@@ -305,15 +215,25 @@ class Worker:
                 self.waiting_for = ""
                 return
 
-    async def _heartbeat_loop(self) -> None:
-        lease = min(settings.lease_s for settings in self.config.queues.values())
+    async def _heartbeat_loop(self, pause_s: float) -> None:
         while True:
-            await asyncio.sleep(min(HEARTBEAT_S, lease / HEARTBEATS_PER_LEASE))
-            for claim in await self.queues.heartbeat(list(self.claims.values())):
-                if not claim.reported and claim.work is not None:
-                    log.warning("slot %d of %s: the claim was lost", claim.slot.id, claim.slot.task)
+            await asyncio.sleep(pause_s)
+            pause_s = await self._heartbeat()
+
+    async def _heartbeat(self) -> float:
+        """Renew all leases, report the status and take note of what has changed; return the seconds to the next one."""
+        held: dict[QueueName, list[HeldSlot]] = {queue: [] for queue in self.config.options}
+        for claim in self.claims.values():
+            held[claim.queue].append(HeldSlot(claim.slot.id, claim.slot.attempt, claim.state))
+        reply = await self.service.heartbeat(held, self._status())
+        self.rewards, self.rewards_problem = reply.rewards, reply.rewards_problem
+        for queue in held:
+            for found in (self.claims.get((queue, *each)) for each in reply.lost.get(queue, ())):
+                if found is not None and not found.reported and found.work is not None:
+                    log.warning("slot %d of %s: the claim was lost", found.slot.id, found.slot.task)
                     self.counts["lost"] += 1
-                    claim.work.cancel()
+                    found.work.cancel()
+        return reply.next_s
 
     # -- one slot
 
@@ -338,12 +258,12 @@ class Worker:
         except StaleClaim:
             self.counts["lost"] += 1
         finally:
-            del self.claims[claim.queue, slot.id]
+            del self.claims[claim.queue, slot.id, slot.attempt]
             self._slot_freed.set()
 
     async def _run_rollout(self, claim: ClaimedSlot) -> Rollout:
         queue, slot, config = claim.queue, claim.slot, self.config
-        task = self._task(queue, slot.task)
+        task = await self._task(queue, slot.task)
         resume = await self._load_checkpoint(claim)
 
         def set_phase(phase: RolloutPhase) -> None:
@@ -358,34 +278,46 @@ class Worker:
             self.binding,
             replace(config.options[queue], prepared=self.prepared),
             seed=slot_seed(config.seed, queue, slot),
-            id=f"{self.layout.run.name}/{queue}/{slot.group:06d}/{slot.number:02d}-{slot.attempt}",
-            facts={"run": self.layout.run.name, "set": queue, "group": slot.group, "number": slot.number},
-            weights=lambda version: self.weights.current(),  # the trainer scores the group again, with one set
+            id=f"{config.run}/{queue}/{slot.group:06d}/{slot.number:02d}-{slot.attempt}",
+            facts={"run": config.run, "set": queue, "group": slot.group, "number": slot.number},
+            weights=lambda version: self.rewards,  # the trainer scores the group again, with one set
             resume=resume,
             on_checkpoint=save,
             on_phase=set_phase,
         )
         if rollout.note:
-            await self.queues.report(claim, lambda queue, slot: queue.add_note(slot, rollout.note[:MAX_REASON]))
+            await self.service.report(queue, slot, "note", note=rollout.note[:MAX_REASON])
         return rollout
 
     async def _finish(self, claim: ClaimedSlot, rollout: Rollout) -> None:
         """Store the trace and report the reward."""
-        slot, task = claim.slot, self._task(claim.queue, claim.slot.task)
-        directory = self.layout.traces if claim.queue == "training" else self.layout.evaluation_traces
-        path = directory / f"{slot.group:06d}" / f"{slot.number:02d}-{slot.attempt}{SUFFIX}"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        await asyncio.to_thread(save_trace, rollout.trace, path)
-        name = path.relative_to(self.layout.root).as_posix()
+        slot, task = claim.slot, await self._task(claim.queue, claim.slot.task)
+        name = trace_name(claim.queue, slot.group, slot.number, slot.attempt)
+        await self._put(name, await asyncio.to_thread(pack_trace, rollout.trace))
         record, versions = rollout.record(task), rollout.trace.versions()
         claim.reported = True
         try:
-            await self.queues.report(claim, lambda queue, slot: queue.finish(slot, record, name, versions))
+            await self.service.report(claim.queue, slot, "finish", reward=record, trace=name, versions=versions)
         except StaleClaim:
-            path.unlink(missing_ok=True)  # the rollout of another worker counts
+            await asyncio.to_thread(self.store.remove, name)  # the rollout of another worker counts
             raise
         self.counts["finished"] += 1
         await self._remove_checkpoint(claim)
+
+    async def _put(self, name: str, data: bytes) -> None:
+        """Write an object; while that fails, on a full disk say, the finished rollout is kept here and tried again."""
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                await asyncio.to_thread(self.store.put, name, data)
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    raise RolloutFailed(f"{self.store.url}/{name} cannot be written: {error}") from error
+                self.storage_problem = f"{self.store.url}: {error.strerror or error}"
+                await asyncio.sleep(FULL_DISK_S)
+            else:
+                self.storage_problem = ""
+                return
 
     async def _fail(self, claim: ClaimedSlot, error: RolloutFailed) -> None:
         """Requeue the slot. Its checkpoint is kept only if this attempt wrote it, so that none fails repeatedly."""
@@ -396,24 +328,22 @@ class Worker:
         if isinstance(error.__cause__, SamplersUnavailable):
             self.waiting_for = "the samplers"
         keep, claim.reported = claim.has_checkpoint, True
-        await self.queues.report(claim, lambda queue, slot: queue.fail(slot, reason, keep_resume=keep))
+        await self.service.report(claim.queue, claim.slot, "fail", why=reason, keep_resume=keep)
         if not keep:
             await self._remove_checkpoint(claim)
 
-    def _task(self, queue: QueueName, name: str) -> Task:
+    async def _task(self, queue: QueueName, name: str) -> Task:
         """Return a task by its name in the queue; in the evaluation queue names are STEP/TASK."""
-        plain = name if queue == "training" else name.partition("/")[2]
-        directory = self.config.tasks[queue].get(plain)
-        if directory is None and queue == "training":  # added since this worker was started
-            directory = self.layout.task_lists()["train"].get(plain)
-        if directory is None:
-            raise InputError(f"there is no task {plain} in {self.layout.tasks}")
-        return self._read_task(directory)
+        return await self._read_task(queue, name if queue == "training" else name.partition("/")[2])
 
-    def _read_task(self, directory: Path) -> Task:
-        if directory not in self._tasks:
-            self._tasks[directory] = read_task(directory)
-        return self._tasks[directory]
+    async def _read_task(self, queue: QueueName, name: str) -> Task:
+        known = self._tasks.get((queue, name))
+        if known is None:
+            directory = await self.service.task_directory(queue, name)
+            if directory is None:
+                raise InputError(f"there is no task {name} in the {queue} set of this run")
+            known = self._tasks[queue, name] = await asyncio.to_thread(read_task, directory)
+        return known
 
     # -- checkpoints
 
@@ -424,22 +354,25 @@ class Worker:
             return None
         claim.snapshot, claim.checkpoint_file = str(resume.get("snapshot", "")), str(resume.get("trace", ""))
         try:
-            return await asyncio.to_thread(load_checkpoint, self.layout.root / claim.checkpoint_file)
-        except InputError as error:
+            data = await asyncio.to_thread(self.store.get, claim.checkpoint_file)
+            if data is None:
+                raise InputError(f"{claim.checkpoint_file} does not exist")
+            return unpack_checkpoint(data, claim.checkpoint_file)
+        except (InputError, OSError) as error:
             note = f"restarted from the beginning: {error}"[:MAX_REASON]
-            await self.queues.report(claim, lambda queue, slot: queue.add_note(slot, note))
+            await self.service.report(claim.queue, claim.slot, "note", note=note)
             return None
 
     async def _save_checkpoint(self, claim: ClaimedSlot, checkpoint: RolloutCheckpoint) -> None:
         """Save a checkpoint, record it in the queue, and then remove the previous one."""
         slot, previous = claim.slot, replace(claim)
         turns = checkpoint.trace.cost.turns
-        path = self.layout.partial / f"{claim.queue}-{slot.id:06d}-{slot.attempt}-{turns}{SUFFIX}"
-        name, snapshot = path.relative_to(self.layout.root).as_posix(), checkpoint.environment.snapshot.id
-        await asyncio.to_thread(save_checkpoint, checkpoint, path)
-        resume = {"trace": name, "snapshot": snapshot, "turns": turns, "over": checkpoint.finished}
-        await self.queues.report(claim, lambda queue, slot: queue.checkpoint(slot, resume, time.time()))
-        claim.snapshot, claim.checkpoint_file, claim.has_checkpoint = snapshot, name, True
+        name = f"partial/{claim.queue}-{slot.id:06d}-{slot.attempt}-{turns}{SUFFIX}"
+        snapshot = checkpoint.environment.snapshot
+        await self._put(name, await asyncio.to_thread(pack_checkpoint, checkpoint))
+        resume = {"trace": name, "snapshot": snapshot.id, "turns": turns, "over": checkpoint.finished}
+        await self.service.report(claim.queue, slot, "checkpoint", resume=resume)
+        claim.snapshot, claim.checkpoint_file, claim.has_checkpoint = snapshot.id, name, True
         self.counts["checkpoints"] += 1
         await self._remove_checkpoint(previous, keep_file=name)
 
@@ -448,33 +381,25 @@ class Worker:
         if claim.snapshot:
             await self.fleet.remove_snapshot(claim.snapshot)
         if claim.checkpoint_file and claim.checkpoint_file != keep_file:
-            (self.layout.root / claim.checkpoint_file).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                await asyncio.to_thread(self.store.remove, claim.checkpoint_file)
 
     async def _sweep_loop(self) -> None:
         """Remove snapshots that no slot and no worker refers to in two consecutive sweeps.
 
         They belong to finished rollouts, or to workers killed before they recorded the checkpoint.
         """
-        local = self.fleet.local
-        while local is not None:
-            needed = await self.queues.snapshots() | {
-                id for status in read_statuses(self.layout).values() for id in status.get("prepared", ())
-            }
-            existing = {saved.snapshot.id for saved in await asyncio.to_thread(local.store.snapshots)}
+        while True:
+            needed = await self.service.snapshots()
+            existing = await self.fleet.snapshots()
             for id in (existing - needed) & self._unneeded:
                 await self.fleet.remove_snapshot(id)
             self._unneeded = existing - needed
             await asyncio.sleep(SWEEP_S)
-        await asyncio.Event().wait()
 
     # -- status
 
-    async def _status_loop(self) -> None:
-        while True:
-            self._report_status()
-            await asyncio.sleep(STATUS_S)
-
-    def _report_status(self) -> None:
+    def _status(self) -> dict[str, Any]:
         now = time.monotonic()
         claims = sorted(self.claims.values(), key=lambda claim: claim.since)
         waiting_for = self.waiting_for
@@ -483,9 +408,7 @@ class Worker:
             waiting_for = f"{oldest.phase} of {oldest.slot.task} (slot {oldest.slot.id}), {now - oldest.since:.0f} s"
         elif not waiting_for:
             waiting_for = "slots to claim"
-        write_status(
-            self.layout,
-            self.name,
+        return status_facts(
             state="working" if claims else "waiting",
             waiting_for=waiting_for,
             held=[{"table": c.queue, "slot": c.slot.id, "doing": c.phase, "seconds": now - c.since} for c in claims],
@@ -494,7 +417,8 @@ class Worker:
             last_failure=self.last_failure,
             prepared=sorted(self.prepared.snapshots),  # other workers' sweeps spare them
             cpu_s=time.process_time(),
-            weights_problem=self.weights.problem,
+            weights_problem=self.rewards_problem,
+            problem=self.storage_problem or self.member.client.problem,
         )
 
 
@@ -512,12 +436,6 @@ def slot_seed(seed: int, queue: QueueName, slot: Slot) -> int:
 # ------------------------------------------------------------------------------------------- the process
 
 
-def load_sessions(layout: RunLayout) -> WorkerSettings:
-    """Return the settings of a run's sessions: those of `[rl]`, or of `[evaluation.sessions]`."""
-    table = layout.sessions_table()
-    return load_table(layout.recipe, table, RolloutSettings if table == "rl" else WorkerSettings)
-
-
 def rollout_options(settings: WorkerSettings) -> RolloutOptions:
     """Return the options of a run's training rollouts."""
     searcher = open_searcher() if "codebase_search" in settings.tool_set.tools else None
@@ -529,43 +447,39 @@ def rollout_options(settings: WorkerSettings) -> RolloutOptions:
     )
 
 
-def worker_config(
-    layout: RunLayout, settings: WorkerSettings, evaluation: EvaluationSettings | None, seed: int
-) -> WorkerConfig:
+def worker_config(layout: RunLayout, max_rollouts: int | None = None) -> WorkerConfig:
     """Return the configuration of a run's workers; those of the stage `evaluation` have no training queue."""
+    settings, evaluation = load_sessions(layout), load_evaluation(layout)
     training = rollout_options(settings)
-    tasks = layout.task_lists()
-    queues: dict[QueueName, QueueSettings] = {}
-    options: dict[QueueName, RolloutOptions] = {}
+    options: dict[QueueName, RolloutOptions] = {"evaluation": training}
     if isinstance(settings, RolloutSettings) and layout.service_root == RL_ROOT:
-        queues["training"], options["training"] = settings, training
+        options["training"] = training
     if evaluation is not None:
-        queues["evaluation"] = evaluation_queue(settings, evaluation.validation_samples)
         options["evaluation"] = replace(training, temperature=evaluation.temperature)
     return WorkerConfig(
-        layout=layout,
-        queues=queues,
-        tasks={"training": tasks.get("train", {}), "evaluation": tasks.get("held_out", {})},
+        run=layout.run.name,
         options=options,
         rewards=settings.rewards if isinstance(settings, RolloutSettings) else {"correctness": 1.0},
-        seed=seed,
-        max_rollouts=max(1, -(-settings.in_flight // settings.workers)),
+        seed=int(read_toml(layout.recipe).get("seed", 0)),
+        max_rollouts=max_rollouts or -(-settings.in_flight // settings.workers),
     )
 
 
-def bind_policy(layout: RunLayout, settings: WorkerSettings, policy: Policy) -> PolicyBinding:
+def bind_policy(member: RunMember, settings: WorkerSettings, policy: Policy) -> PolicyBinding:
     """Bind the policy of a run to its dialect and window."""
-    dialect = dialect_for(Tokenizer.load(layout.model), settings.dialect)
-    window = settings.window or ModelConfig.load(layout.model).max_length
-    return PolicyBinding(policy, dialect, window, layout.run.name)
+    model = member.model(weights=False)
+    dialect = dialect_for(Tokenizer.load(model), settings.dialect)
+    window = settings.window or ModelConfig.load(model).max_length
+    return PolicyBinding(policy, dialect, window, member.layout.run.name)
 
 
-async def run_worker(name: str, config: WorkerConfig, settings: WorkerSettings) -> None:
+async def run_worker(member: RunMember, max_rollouts: int | None) -> None:
     """Run a worker until SIGTERM or SIGINT."""
-    layout = config.layout
+    config, settings = worker_config(member.layout, max_rollouts), load_sessions(member.layout)
     # All workers of a machine share one directory: each finds the pod snapshots of the others' checkpoints.
-    async with open_fleet(state=layout.pods) as fleet, open_sampler_pool(layout) as policy:
-        worker = Worker(name, config, fleet, bind_policy(layout, settings, policy))
+    fleet_of_run = open_fleet(pods=settings.pods, state=member.layout.pods, owner=member.pods_owner)
+    async with fleet_of_run as fleet, open_sampler_pool(member) as policy:
+        worker = Worker(member, config, fleet, bind_policy(member, settings, policy))
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, worker.stop)
@@ -574,24 +488,27 @@ async def run_worker(name: str, config: WorkerConfig, settings: WorkerSettings) 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m etude.rollouts.worker", description=__doc__.splitlines()[0])
-    parser.add_argument("run", type=Path, help="run directory")
-    parser.add_argument("--root", default=RL_ROOT, help="directory of the run that its processes share")
+    parser.add_argument(
+        "--service", required=True, metavar="URL", help=f"run service; its token is in ${TOKEN_VARIABLE}"
+    )
     parser.add_argument("--name", required=True, help="name of this worker, such as worker-0")
+    parser.add_argument("--max-rollouts", type=int, help="rollouts that it runs at once; default: in_flight / workers")
     given = parser.parse_args(arguments)
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.WARNING)
-    layout: RunLayout | None = None
+    member: RunMember | None = None
     try:
         die_with_parent(parent_process())
-        layout = RunLayout.of_run(given.run, given.root)
-        write_status(layout, given.name, state="starting")
-        settings, seed = load_sessions(layout), int(read_toml(layout.recipe).get("seed", 0))
-        config = worker_config(layout, settings, load_evaluation(layout), seed)
-        asyncio.run(run_worker(given.name, config, settings))
+        member = open_member(given.service, given.name)
+        member.client.report_status(given.name, state="starting")
+        asyncio.run(run_worker(member, given.max_rollouts))
     except EtudeError as error:
         say(f"{given.name}: {error}", file=sys.stderr)
-        if layout is not None:
-            write_status(layout, given.name, state="failed", problem=str(error))
+        if member is not None:
+            member.report_failure(str(error))
         return error.exit_code
+    finally:
+        if member is not None:
+            member.client.close()
     return 0
 
 

@@ -1,5 +1,8 @@
 """Small RL runs: a random model of a few thousand weights, nano tasks, a recipe."""
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -7,6 +10,7 @@ from typing import Any
 import numpy as np
 import tomli_w
 import torch
+from run_services import threaded_service
 
 from etude.chat.tokenizer import Tokenizer, train_tokenizer
 from etude.data.packing import Batch
@@ -15,7 +19,11 @@ from etude.harness.trace_store import save_trace
 from etude.model import save
 from etude.model.config import ModelConfig
 from etude.model.transformer import Transformer, initialize
+from etude.rl import trainer_process
+from etude.rl.loop import RlLoop
+from etude.rl.settings import RlSettings
 from etude.rollouts.queue import RolloutQueue
+from etude.rollouts.settings import load_queues
 from etude.runs.layout import RunLayout
 from etude.train.objectives import next_token
 from etude.train.optim import AdamSettings
@@ -116,6 +124,13 @@ def random_trace(rng: np.random.Generator, *segments: Segment, ending: SessionEn
     return Trace(f"{rng.integers(1 << 30)}", "task", "qwen3", "tiny", (), used, (), ending)
 
 
+@contextmanager
+def open_loop(layout: RunLayout, settings: RlSettings) -> Iterator[RlLoop]:
+    """Open the learning loop of a run, with a run service."""
+    with threaded_service(layout, load_queues(layout)), trainer_process.open_loop(layout, settings) as loop:
+        yield loop
+
+
 def finish_slots(
     layout: RunLayout, queue: RolloutQueue, rng: np.random.Generator, version: int = 0, *, may_be_alike: bool = False
 ) -> int:
@@ -125,7 +140,7 @@ def finish_slots(
     """
     layout.traces.mkdir(parents=True, exist_ok=True)
     done = 0
-    while (slot := queue.claim("worker", 0.0)) is not None:
+    while (slot := queue.claim("worker", time.time())) is not None:
         name = f"traces/{slot.id}-{slot.attempt}.trace"
         save_trace(random_trace(rng, random_segment(rng, version=version)), layout.root / name)
         reward = rng.integers(2) if may_be_alike else (slot.number + slot.group) % 2

@@ -20,8 +20,8 @@ from etude.inference.policy import PolicyBase, Weights
 from etude.inference.request import Completion
 from etude.inference.sampling import Sampling
 from etude.rollouts.rollout import PolicyBinding, RolloutOptions
+from etude.runs.client import RunClient
 from etude.runs.layout import RunLayout
-from etude.runs.service_status import write_status
 
 WINDOW = 20_000
 OPTIONS = RolloutOptions(
@@ -141,9 +141,11 @@ def lines_sampler(
 
     def report_status() -> None:
         url = f"http://127.0.0.1:{server.server_port}"
+        client = RunClient.beside(layout)
         while True:
-            write_status(layout, name, kind="sampler", state="ready", url=url, version=3, model=str(layout.model))
+            client.report_status(name, kind="sampler", state="ready", url=url, version=3, model=str(layout.model))
             if ended.wait(1.0):
+                client.close()
                 return
 
     threads = [threading.Thread(target=work, daemon=True) for work in (server.serve_forever, report_status)]

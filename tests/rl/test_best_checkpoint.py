@@ -16,19 +16,25 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rl_runs import finish_slots, make_recipe
+from run_services import FakeStatuses, threaded_service
 from test_lineage import evaluate, tick, train_until, version_of
 from test_loop import prepare_run
 
-from etude.cluster.local import LocalServices
+from etude.cluster.cluster import ServiceSpec
+from etude.cluster.local import LocalCluster
+from etude.cluster.supervisor import ServiceSupervisor
 from etude.model import load
 from etude.model.checkpoint import checkpoint_views
 from etude.recipe.recipe import load_recipe
 from etude.rl.best_checkpoint import best_step, kept_steps, read_scores
-from etude.rl.orchestrator import Orchestrator, RlTaskSets, named_tasks, open_queues
+from etude.rl.orchestrator import Orchestrator, RlTaskSets, named_tasks
 from etude.rl.settings import RlSettings, open_rl_run
 from etude.rl.trainer_process import checkpoints
-from etude.rollouts.settings import load_evaluation
+from etude.rollouts.run_queues import open_queues
+from etude.rollouts.settings import load_evaluation, load_queues
+from etude.runs.layout import RunLayout
 from etude.runs.run import Run
+from etude.runs.service_status import StatusReader
 
 SETTINGS = RlSettings(tasks="./t", steps=100, keep=2)
 
@@ -72,8 +78,9 @@ def opened(run: Run, directory: Path) -> Iterator[Orchestrator]:
     layout, settings = open_rl_run(run.path)
     tasks = RlTaskSets(named_tasks(directory / "tasks"), named_tasks(directory / "held-out"))
     evaluation = load_evaluation(layout)
-    with open_queues(layout, settings, evaluation) as (queue, evaluations):
-        yield Orchestrator(run, settings, layout, queue, evaluations, tasks, 0, lambda *_: None, evaluation)
+    with threaded_service(layout, load_queues(layout)), open_queues(layout) as queues:
+        statuses, both = FakeStatuses(), (queues["training"], queues["evaluation"])
+        yield Orchestrator(run, settings, layout, *both, statuses, tasks, 0, lambda *_: None, evaluation)
 
 
 def advance(orchestrator: Orchestrator, step: int, score: float | None) -> None:
@@ -92,11 +99,15 @@ def advance(orchestrator: Orchestrator, step: int, score: float | None) -> None:
         orchestrator.judge_validation()
 
 
+def supervisor_of(layout: RunLayout) -> ServiceSupervisor:
+    return ServiceSupervisor(LocalCluster(), layout.logs, StatusReader(layout))
+
+
 def test_a_run_whose_validation_falls_stops_and_ends_with_its_best_checkpoint(
     orchestrator: Orchestrator, tmp_path: Path
 ) -> None:
     layout = orchestrator.layout
-    with LocalServices(layout) as services:
+    with supervisor_of(layout) as services:
         for step, score in ((0, 0.0), (2, 1.0), (4, 1.0), (6, 0.0)):
             assert not orchestrator.is_finished(services)
             advance(orchestrator, step, score)
@@ -106,12 +117,12 @@ def test_a_run_whose_validation_falls_stops_and_ends_with_its_best_checkpoint(
     best = {name: tensor.clone() for name, tensor in checkpoint_views(load(dict(checkpoints(layout))[4])).items()}
     # The orchestrator is killed here: another one starts no process and ends the stage.
     with opened(orchestrator.run, tmp_path) as again:
-        with LocalServices(layout) as services:
-            services.add("trainer", "etude.rl.trainer_process", finishes=True)
+        with supervisor_of(layout) as services:
+            services.add(ServiceSpec("trainer", "etude.rl.trainer_process", (str(layout.run),), finishes=True))
             assert again.is_finished(services)
-            assert services.services["trainer"].process is None
-        facts = again.finish()
-        assert again.finish() == facts  # killed after the checkpoint was written
+            assert not services.services["trainer"].processes
+        facts = again.finish(again.queue, again.evaluations)
+        assert again.finish(again.queue, again.evaluations) == facts  # killed after the checkpoint was written
     assert facts["result_step"] == 4
     assert facts["collapsed"].startswith("validation fell from 100.0% at step 4 to 0.0% at step 6 (95 % interval")
     assert facts["rise"]["solved"] == 1.0

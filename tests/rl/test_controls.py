@@ -13,18 +13,17 @@ from pathlib import Path
 
 import pytest
 import tomli_w
-from rl_runs import make_model, make_recipe
+from rl_runs import make_model, make_recipe, open_loop
 from test_informative import ALIKE, SOLVED, SPLIT, facts_of, fill
 from test_loop import plain_loop, prepare_run
 
 from etude.data.mixture import DocumentSpan
-from etude.harness.trace_store import load_trace
+from etude.model.config import ModelConfig
 from etude.pipeline.stages import summarize_stage
 from etude.rl.controls import rollout_advantages, used_rewards
 from etude.rl.imitation import demonstration_steps, open_mixture
-from etude.rl.loop import build_training_sequences, learn
+from etude.rl.loop import learn, trained_rollouts
 from etude.rl.settings import RlSettings, open_rl_run
-from etude.rl.trainer_process import open_loop
 from etude.rollouts.queue_records import ReadyGroup, Slot
 from etude.runs.layout import RunLayout
 from etude.runs.run import Run
@@ -75,31 +74,29 @@ def test_rejection_trains_on_all_solved_rollouts_of_a_step_and_on_nothing_else(r
     assert groups is not None
     solved = [slot for each in groups for slot in each.slots if slot.record["solved"]]
     assert len(solved) == 4
-    sequences = build_training_sequences(plain_loop(layout), groups)
-    traces = [load_trace(layout.root / slot.trace).segments[0] for slot in solved]
-    assert [each.segment.tokens.tolist() for each in sequences] == [segment.tokens.tolist() for segment in traces]
-    assert {float(value) for each in sequences for value in each.token_advantages} == {1.0}
+    assert trained_rollouts(plain_loop(layout), groups) == [(slot.trace, 1.0) for slot in solved]
 
 
 # ------------------------------------------------------------------------------------------- imitation
 
 
 def imitation_recipe(directory: Path) -> Path:
-    """Write a recipe with demonstrations, a short SFT and RL on a tiny model."""
+    """Write a recipe with demonstrations, a short SFT, and RL beside a control, on a tiny model."""
     rl = make_recipe(directory, tasks=4, held_out=2, steps=6, evaluation={"every": 2})
     made = tomllib.loads(rl.read_text())
     table = made["rl"]
     del table["model"]
     make_model(directory / "start")
-    train = {"name": "train", "source": "nano", "count": 4, "difficulties": [1], "demonstrations": 12}
+    train = {"name": "train", "source": "nano", "count": 12, "difficulties": [1], "demonstrations": 12}
     recipe = {
         "name": "imitation",
-        "stages": ["base", "tasks", "corpus", "sft", "rl", "evaluation"],
+        "stages": ["base", "tasks", "corpus", "sft", "control", "rl", "evaluation"],
         "base": {"source": "./start"},
         "tasks": {"build": [train]},
         "corpus": {"build": [{"name": "shown", "sources": ["demonstrations:train"], "chat": True}]},
         "sft": {"mix": [{"corpus": "shown"}], "length": 2048, "tokens": 8192, "rows": 2, "spike": 0.0},
-        "rl": {**table, "tasks": "train", "learning_rate": 1e-3, "checkpoint_every": 4},
+        "control": {"kind": "imitation", "learning_rate": 1e-3},
+        "rl": {**table, "tasks": "train", "learning_rate": 1e-5, "checkpoint_every": 4} | {"informative_groups": False},
         "evaluation": made["evaluation"],
     }
     (directory / "recipe.toml").write_text(tomli_w.dumps(recipe))
@@ -108,10 +105,10 @@ def imitation_recipe(directory: Path) -> Path:
 
 @pytest.mark.slow
 def test_imitation_goes_on_with_the_demonstrations_and_evaluates_the_weights_of_each_due_step(tmp_path: Path) -> None:
-    """A real run, killed in the middle: no rollout of training, all evaluations, each of exactly its step's weights."""
-    recipe, layout = imitation_recipe(tmp_path), RunLayout(tmp_path / "run")
-    command = [sys.executable, "-m", "etude.cli", "run", str(recipe), "--out", str(layout.run), "--json", "--resume"]
-    command += ["--control", "imitation"]
+    """A control beside RL, killed in the middle: no rollout of training, evaluations of exactly each step's weights."""
+    recipe, whole = imitation_recipe(tmp_path), RunLayout(tmp_path / "run")
+    layout = RunLayout(whole.control)
+    command = [sys.executable, "-m", "etude.cli", "run", str(recipe), "--out", str(whole.run), "--json", "--resume"]
     process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE)
     deadline = time.monotonic() + 300
     while not layout.step_file(3).exists():
@@ -120,11 +117,21 @@ def test_imitation_goes_on_with_the_demonstrations_and_evaluates_the_weights_of_
         time.sleep(0.05)
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr
-    facts = json.loads(done.stdout)["stages"]["rl"]
+    stages = json.loads(done.stdout)["stages"]
+    facts = stages["control"]
     assert (facts["steps"], facts["control"]) == (6, "imitation")
-    assert "a control, not reinforcement learning: more imitation" in summarize_stage("rl", facts)
+    assert "a control, not reinforcement learning: more imitation" in summarize_stage("control", facts)
+    assert (stages["rl"]["steps"], stages["rl"]["control"]) == (6, "none")
+    assert list(stages["evaluation"]["models"]) == ["base", "sft", "control", "rl"]
+    compared = [(gain["model"], gain["against"]) for gain in stages["evaluation"]["gains"]]
+    assert ("rl", "control") in compared
+    assert all("control" not in pair or pair in (("rl", "control"), ("control", pair[1])) for pair in compared)
+    # The control and RL began with the same weights, and each looked at validation as often.
+    starts = [json.loads(each.origin.read_text())["digest"] for each in (whole, layout)]
+    assert starts[0] == starts[1]
+    assert stages["evaluation"]["scored"]["validation"] == 2 * 4 + 4
     run, settings = Run.read(layout.run), open_rl_run(layout.run)[1]
     records = run.metrics("rl")
     evaluations = {record["step"]: record for record in records if record.get("evaluation")}
@@ -138,8 +145,9 @@ def test_imitation_goes_on_with_the_demonstrations_and_evaluates_the_weights_of_
     mixture = open_mixture(layout, 0)
     state = json.loads((run.path / "checkpoints" / "sft-2" / STATE_FILE).read_text())["mixture"]
     assert mixture.state_dict()["cursors"] == state["cursors"]
-    steps = [each for _, each in zip(range(6), demonstration_steps(mixture, settings, 0, 0), strict=False)]
+    config = ModelConfig.load(layout.model)
+    steps = [each for _, each in zip(range(6), demonstration_steps(mixture, settings, config, 0, 0), strict=False)]
     spans: list[list[DocumentSpan]] = [[span for batch in step for span in batch.spans] for step in steps]
     assert all(len(step) >= settings.groups_per_step * settings.group_size for step in spans)
-    later = next(demonstration_steps(open_mixture(layout, 0), settings, 4, 0))
+    later = next(demonstration_steps(open_mixture(layout, 0), settings, config, 4, 0))
     assert [span for batch in later for span in batch.spans] == spans[4]

@@ -55,7 +55,7 @@ def test_every_prompt_is_drawn_once_for_any_batch_sizes(seed: int, portions: lis
     curriculum, queue = Curriculum(TASKS, seed), RolloutQueue(":memory:", SETTINGS)
     order = [name for portion in portions for name in drawn(curriculum, queue, portion)]
     assert len(order) == len(set(order)) == min(sum(portions), len(TASKS))
-    at_once = drawn(curriculum, RolloutQueue(":memory:", SETTINGS), sum(portions))
+    at_once = drawn(Curriculum(TASKS, seed), RolloutQueue(":memory:", SETTINGS), sum(portions))
     assert order == at_once, f"seed {seed}"
 
 

@@ -1,7 +1,8 @@
 """The gradient of a policy step against exact gradients, by enumeration of every answer of a small policy."""
 
 import itertools
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,17 +10,15 @@ import torch
 from engines import engine_of, finish, model_of, prompts_of
 from rl_runs import random_trace
 
-from etude.harness.trace import Segment
+from etude.harness.trace import Segment, Trace
 from etude.inference.request import SequenceState
 from etude.inference.sampling import Sampling
 from etude.model.transformer import Transformer
 from etude.rl.advantages import KL_FORMS, EstimatorSettings
-from etude.rl.loop import RlLoop, rollout_sequences
-from etude.rl.objective import PolicyGradient
+from etude.rl.learner import Learner
+from etude.rl.objective import PolicyGradient, RolloutBatch
 from etude.rl.packing import TrainingSequence, pack
 from etude.rl.settings import RlSettings
-from etude.rollouts.queue import RolloutQueue
-from etude.runs.layout import RunLayout
 from etude.train.optim import AdamSettings
 from etude.train.trainer import Trainer
 from etude.weights.object_store import ObjectStore
@@ -36,13 +35,21 @@ def answer_logprobs(model: Transformer, temperature: float) -> torch.Tensor:
     return logits.log_softmax(-1).gather(-1, ANSWERS[:, len(PROMPT) :, None])[..., 0]
 
 
-def loop_of(run: Path, model: Transformer, reference: Transformer | None, settings: RlSettings) -> RlLoop:
-    layout = RunLayout(run)
-    layout.make()
-    queue = RolloutQueue(layout.slots, settings)
+def learner_of(model: Transformer, reference: Transformer | None, settings: RlSettings, traces: list[Trace]) -> Learner:
     publisher = Publisher(ObjectStore("memory://gradients"))
     objective = PolicyGradient(settings.estimator.max_importance_ratio, temperature=settings.temperature)
-    return RlLoop(layout, settings, Trainer(model, AdamSettings()), objective, queue, None, publisher, reference, 0, 0)
+    trainer = Trainer(model, AdamSettings())
+    return Learner(settings, trainer, objective, publisher, reference, 0, lambda name: traces[int(name)])
+
+
+def weigh_rows(batch: RolloutBatch, order: Iterator[int], probabilities: torch.Tensor) -> RolloutBatch:
+    """Return a batch with the advantages of each answer multiplied by its probability: the sum is then the mean."""
+    weights = torch.zeros(batch.token_advantages.shape, dtype=torch.float64)
+    for row, lengths in enumerate(batch.lengths):
+        for at, size in zip(itertools.accumulate((0, *lengths)), lengths, strict=False):
+            if size == ANSWERS.shape[1]:  # not padding
+                weights[row, at : at + size] = probabilities[next(order)].detach()
+    return replace(batch, token_advantages=(batch.token_advantages * weights).float())
 
 
 def gradient(model: Transformer, loss: torch.Tensor) -> torch.Tensor:
@@ -53,7 +60,7 @@ def gradient(model: Transformer, loss: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("estimator", ESTIMATORS, ids=lambda keys: keys.get("kl", "none"))
 @pytest.mark.parametrize("max_ratio", [0.0, 2.0])
 def test_the_mean_gradient_is_that_of_reward_minus_divergence(
-    estimator: dict[str, object], temperature: float, max_ratio: float, tmp_path: Path
+    estimator: dict[str, object], temperature: float, max_ratio: float
 ) -> None:
     """E[reward] - weight x KL(policy || reference), both policies as they are sampled, at the temperature."""
     model, reference = (model_of("llama", seed, vocabulary=VOCABULARY) for seed in (0, 1))
@@ -64,7 +71,6 @@ def test_the_mean_gradient_is_that_of_reward_minus_divergence(
         estimator=EstimatorSettings(max_importance_ratio=max_ratio, **estimator),  # type: ignore[arg-type]
     )
     penalized = reference.requires_grad_(False) if estimator else None
-    loop = loop_of(tmp_path, model, penalized, settings)
     rewards = torch.from_numpy(np.random.default_rng(0).random(len(ANSWERS)))
     logprobs = answer_logprobs(model, temperature)
     probabilities = logprobs.sum(1).exp()
@@ -75,19 +81,21 @@ def test_the_mean_gradient_is_that_of_reward_minus_divergence(
     expected = gradient(model, -objective)
 
     rng, sampled = np.random.default_rng(0), np.arange(ANSWERS.shape[1]) >= len(PROMPT)
-    sequences = []
-    for tokens, own, reward, weight in zip(ANSWERS, logprobs, rewards, probabilities, strict=True):
+    traces: list[Trace] = []
+    for tokens, own in zip(ANSWERS, logprobs, strict=True):
         drawn = np.zeros(len(tokens), np.float32)
         drawn[sampled] = own.detach().numpy()
         unused = np.full(len(tokens), np.nan, np.float32)  # the model's own, before temperature
         versions = np.where(sampled, 0, -1).astype(np.int32)
         segment = Segment("start", tokens.numpy().astype(np.uint32), sampled, drawn, unused, versions)
-        (sequence,) = rollout_sequences(loop, random_trace(rng, segment), float(reward))
-        sequences.append(TrainingSequence(segment, sequence.token_advantages * np.float32(weight.item())))
-    (batches,) = pack(sequences, model.config, length=64, rows=64, padding=0)
-    found = gradient(model, sum((loop.objective(model, batch).loss for batch in batches), torch.zeros(())))
+        traces.append(random_trace(rng, segment))
+    learner = learner_of(model, penalized, settings, traces)
+    batches, plan = learner.pack([(str(index), float(reward)) for index, reward in enumerate(rewards)])
+    order = iter([index for row in plan.rows[0] for index in row])
+    weighted = [weigh_rows(batch, order, probabilities) for batch in batches]
+    found = gradient(model, sum((learner.objective(model, batch).loss for batch in weighted), torch.zeros(())))
     assert float((found - expected).norm() / expected.norm()) < 1e-4
-    assert loop.objective.mismatch(0)["mismatch_numerics_p99"] < 1e-5
+    assert learner.objective.mismatch(0)["mismatch_numerics_p99"] < 1e-5
 
 
 def segment_of(sequence: SequenceState) -> Segment:
@@ -111,7 +119,7 @@ def test_on_policy_the_ratio_of_what_the_engine_sampled_is_1(temperature: float)
     sequences = [engine.submit(prompt, sampling)[0] for prompt in prompts_of((5, 9, 17))]
     finish(engine)
     trained = [TrainingSequence(segment_of(s), np.ones(len(s.output), np.float32)) for s in sequences]
-    (batches,) = pack(trained, engine.model.config, length=64, rows=8, padding=0)
+    batches = pack(trained, engine.model.config, length=64, rows=8, padding=0)
     objective = PolicyGradient(temperature=temperature)
     found = [objective(engine.model, batch).metrics["ratio"].item() / batch.loss_tokens for batch in batches]
     assert found == pytest.approx([1.0] * len(batches), abs=1e-5)

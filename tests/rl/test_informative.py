@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
-from rl_runs import make_recipe, random_segment, random_trace
+from rl_runs import make_recipe, open_loop, random_segment, random_trace
+from run_services import threaded_service
 from test_loop import prepare_run
 
 from etude.harness.trace_store import save_trace
 from etude.rl.loop import learn
 from etude.rl.settings import open_rl_run
-from etude.rl.trainer_process import open_loop
 from etude.rollouts.queue import RolloutQueue
-from etude.rollouts.settings import QueueSettings
+from etude.rollouts.settings import QueueSettings, load_queues
 from etude.runs.layout import RunLayout
 
 
@@ -70,9 +70,9 @@ def changed(recipe: Path, run: Path, rewards: Sequence[tuple[float, float]], *ov
     layout = prepare_run(recipe, run, "rl.steps=1", "rl.weights.dtype=float32", *overrides)
     fill(layout, rewards)
     with open_loop(layout, open_rl_run(layout.run)[1]) as loop:
-        before = torch.cat([p.detach().flatten().clone() for p in loop.trainer.model.parameters()])
+        before = torch.cat([p.detach().flatten().clone() for p in loop.learner.trainer.model.parameters()])
         learn(loop)
-        return torch.cat([p.detach().flatten() for p in loop.trainer.model.parameters()]) - before
+        return torch.cat([p.detach().flatten() for p in loop.learner.trainer.model.parameters()]) - before
 
 
 def test_a_step_with_half_of_its_informative_groups_moves_half_as_far(recipe: Path, tmp_path: Path) -> None:
@@ -106,16 +106,17 @@ def test_groups_that_were_consumed_stay_consumed_after_a_kill(recipe: Path, tmp_
 
 def kill_when(layout: RunLayout, done: object) -> None:
     environment = {**os.environ, "ETUDE_PARENT": str(os.getpid()), "OMP_WAIT_POLICY": "PASSIVE"}
-    trainer = subprocess.Popen([sys.executable, "-m", "etude.rl.trainer_process", str(layout.run)], env=environment)
-    try:
-        deadline = time.monotonic() + 120
-        while not done():  # type: ignore[operator]
-            assert trainer.poll() is None, "the trainer ended"
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-    finally:
-        trainer.send_signal(signal.SIGKILL)
-        trainer.wait()
+    with threaded_service(layout, load_queues(layout)):
+        trainer = subprocess.Popen([sys.executable, "-m", "etude.rl.trainer_process", str(layout.run)], env=environment)
+        try:
+            deadline = time.monotonic() + 120
+            while not done():  # type: ignore[operator]
+                assert trainer.poll() is None, "the trainer ended"
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+        finally:
+            trainer.send_signal(signal.SIGKILL)
+            trainer.wait()
 
 
 # ------------------------------------------------------------------------------------------- groups in flight

@@ -12,17 +12,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 from rl_runs import finish_slots, make_recipe
+from run_services import FakeStatuses, threaded_service
 from test_loop import prepare_run
 
 from etude.evaluation import held_out
 from etude.recipe.recipe import load_recipe
-from etude.rl.orchestrator import Orchestrator, RlTaskSets, named_tasks, open_queues
+from etude.rl.orchestrator import Orchestrator, RlTaskSets, named_tasks
 from etude.rl.settings import open_rl_run
 from etude.rollouts.queue import RolloutQueue, StaleClaim
-from etude.rollouts.settings import QueueSettings, evaluation_queue, load_evaluation
+from etude.rollouts.run_queues import open_queues
+from etude.rollouts.settings import QueueSettings, evaluation_queue, load_evaluation, load_queues
 from etude.runs.layout import RunLayout
 from etude.runs.run import Run
-from etude.runs.service_status import write_status
 
 
 def evaluate(queue: RolloutQueue, version: int, score: float) -> None:
@@ -65,13 +66,14 @@ def orchestrator(tmp_path: Path) -> Iterator[Orchestrator]:
     run = Run.create_or_resume(layout.run, load_recipe(recipe), resume=True)
     tasks = RlTaskSets(named_tasks(tmp_path / "tasks"), named_tasks(tmp_path / "held-out"))
     evaluation = load_evaluation(layout)
-    with open_queues(layout, settings, evaluation) as (queue, evaluations):
-        yield Orchestrator(run, settings, layout, queue, evaluations, tasks, 0, lambda *_: None, evaluation)
+    with threaded_service(layout, load_queues(layout)), open_queues(layout) as queues:
+        statuses, both = FakeStatuses(), (queues["training"], queues["evaluation"])
+        yield Orchestrator(run, settings, layout, *both, statuses, tasks, 0, lambda *_: None, evaluation)
 
 
 def tick(orchestrator: Orchestrator, version: int) -> None:
     """Do the part of a tick that needs no services; the sampler has this version."""
-    write_status(orchestrator.layout, "sampler-0", version=version)
+    orchestrator.statuses.report("sampler-0", version=version)
     step = orchestrator.step
     orchestrator.start_due_evaluation(step)
     orchestrator.log_steps(step)

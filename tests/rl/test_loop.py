@@ -19,11 +19,12 @@ import pytest
 import torch
 from engines import engine_of, finish, model_of, plain_routing, prompts_of
 from pydantic import ValidationError
-from rl_runs import finish_slots, make_model, make_recipe, random_segment, random_trace, tiny_model
+from rl_runs import finish_slots, make_model, make_recipe, open_loop, random_segment, random_trace, tiny_model
+from run_services import threaded_service
 
 from etude.config import render_toml
 from etude.errors import EtudeError, InputError
-from etude.harness.trace_store import save_trace
+from etude.harness.trace_store import load_trace, save_trace
 from etude.inference.sampling import Sampling
 from etude.model import load
 from etude.model.checkpoint import checkpoint_views
@@ -31,22 +32,23 @@ from etude.model.moe import MoE
 from etude.recipe.recipe import load_recipe
 from etude.rewards.live_weights import LiveWeights
 from etude.rl.advantages import EstimatorSettings
+from etude.rl.learner import Learner, trained_segments, training_sequences
 from etude.rl.loop import (
     RlDiverged,
     RlLoop,
     RlStalled,
-    build_training_sequences,
     learn,
     mismatch_alarms,
     publish,
-    rollout_sequences,
+    trained_rollouts,
 )
 from etude.rl.objective import PolicyGradient
-from etude.rl.orchestrator import check_queue_matches_checkpoint, open_queues
+from etude.rl.orchestrator import check_queues
 from etude.rl.packing import pack
 from etude.rl.settings import RlSettings, open_rl_run
-from etude.rl.trainer_process import checkpoints, open_loop
+from etude.rl.trainer_process import checkpoints
 from etude.rollouts.queue import RolloutQueue
+from etude.rollouts.settings import load_queues
 from etude.runs.layout import RunLayout
 from etude.train.optim import AdamSettings
 from etude.train.trainer import Trainer
@@ -91,28 +93,26 @@ def plain_loop(
         settings = settings.model_copy(update={"estimator": estimator})
     publisher = Publisher(ObjectStore(store))
     trainer = Trainer(tiny_model(), AdamSettings())
-    return RlLoop(
-        layout,
+    learner = Learner(
         settings,
         trainer,
         PolicyGradient(),
-        RolloutQueue(layout.slots, settings),
-        None,
         publisher,
         tiny_model(7).requires_grad_(False) if reference else None,
         0,
-        0,
+        lambda name: load_trace(layout.root / name),
     )
+    return RlLoop(layout, settings, learner, RolloutQueue(layout.slots, settings), None, 0)
 
 
 def test_a_run_takes_its_steps_and_publishes_the_trained_weights(recipe: Path, tmp_path: Path) -> None:
     layout = prepare_run(recipe, tmp_path / "run")
     queue = fill(layout, 6)
     with open_loop(layout, open_rl_run(layout.run)[1]) as loop:
-        before = {name: tensor.clone() for name, tensor in checkpoint_views(loop.trainer.model).items()}
+        before = {name: tensor.clone() for name, tensor in checkpoint_views(loop.learner.trainer.model).items()}
         learn(loop)
-        loop.publisher.flush(30)
-        after = {name: tensor.clone() for name, tensor in checkpoint_views(loop.trainer.model).items()}
+        loop.learner.publisher.flush(30)
+        after = {name: tensor.clone() for name, tensor in checkpoint_views(loop.learner.trainer.model).items()}
     assert sorted(step for _, step in queue.trained()) == [1, 1, 2, 2, 3, 3]
     assert any(not torch.equal(before[name], after[name]) for name in before)
     version, published = follow(ObjectStore(layout.store))
@@ -144,9 +144,9 @@ def one_step(recipe: Path, run: Path, *overrides: str) -> tuple[torch.Tensor, di
     layout = prepare_run(recipe, run, *changes, *overrides)
     fill(layout, 2, seed=1, may_be_alike=True)
     with open_loop(layout, open_rl_run(layout.run)[1]) as loop:
-        before = torch.cat([p.detach().flatten().clone() for p in loop.trainer.model.parameters()])
+        before = torch.cat([p.detach().flatten().clone() for p in loop.learner.trainer.model.parameters()])
         learn(loop)
-        after = torch.cat([p.detach().flatten() for p in loop.trainer.model.parameters()])
+        after = torch.cat([p.detach().flatten() for p in loop.learner.trainer.model.parameters()])
     return after - before, json.loads((layout.steps / "000001.json").read_text())
 
 
@@ -182,14 +182,14 @@ def test_the_learning_rate_warms_up_by_default(recipe: Path, tmp_path: Path) -> 
 def test_samplers_choose_the_trainers_experts_without_replay(around: float, recipe: Path, tmp_path: Path) -> None:
     """Published in bfloat16, the router's correction bias stays float32: no expert choice of a token differs."""
     loop = plain_loop(prepare_run(recipe, tmp_path / "run"), store=f"memory://bias-{around}")
-    loop.trainer = Trainer(model_of("deepseek_v3"), AdamSettings(round_to_bfloat16=True))
+    loop.learner.trainer = Trainer(model_of("deepseek_v3"), AdamSettings(round_to_bfloat16=True))
     generator = torch.Generator().manual_seed(0)
-    for block in loop.trainer.model.blocks:
+    for block in loop.learner.trainer.model.blocks:
         if isinstance(block.mlp, MoE):
             router = block.mlp.router
             router.bias.copy_(around + 0.1 * torch.rand(router.bias.shape, generator=generator))
     publish(loop)
-    loop.publisher.flush(30)
+    loop.learner.publisher.flush(30)
     version, published = follow(ObjectStore(f"memory://bias-{around}"))
     engine = engine_of("deepseek_v3", seed=1)
     engine.load(published, version.number)
@@ -199,7 +199,7 @@ def test_samplers_choose_the_trainers_experts_without_replay(around: float, reci
         routing = sequence.result().routing
         assert routing is not None
         tokens = (sequence.prompt + sequence.output)[:-1]
-        np.testing.assert_array_equal(routing, plain_routing(loop.trainer.model, tokens).numpy())
+        np.testing.assert_array_equal(routing, plain_routing(loop.learner.trainer.model, tokens).numpy())
     assert {str(tensor.dtype) for tensor in published.values()} == {"torch.bfloat16", "torch.float32"}
 
 
@@ -208,18 +208,20 @@ def test_a_killed_trainer_continues_and_trains_every_group_once(recipe: Path, tm
     queue = fill(layout, 6)  # enough for three steps: it will wait for the fourth
     environment = {**os.environ, "ETUDE_PARENT": str(os.getpid()), "OMP_WAIT_POLICY": "PASSIVE"}
     command = [sys.executable, "-m", "etude.rl.trainer_process", str(layout.run)]
-    first = subprocess.Popen(command, env=environment)
-    try:
-        _until(lambda: (layout.steps / "000003.json").exists(), first)
-    finally:
-        first.send_signal(signal.SIGKILL)
-        first.wait()
+    with threaded_service(layout, load_queues(layout)):
+        first = subprocess.Popen(command, env=environment)
+        try:
+            _until(lambda: (layout.steps / "000003.json").exists(), first)
+        finally:
+            first.send_signal(signal.SIGKILL)
+            first.wait()
     assert len(queue.trained()) == 6
     assert checkpoints(layout)[-1][0] == 2
     newest = queue.newest_version()
     queue.add([("task-6", 1.0), ("task-7", 1.0)])
     finish_slots(layout, queue, np.random.default_rng(9), version=3)
-    second = subprocess.run(command, env=environment, timeout=120, check=False)
+    with threaded_service(layout, load_queues(layout)):
+        second = subprocess.run(command, env=environment, timeout=120, check=False)
     assert second.returncode == 0
     trained = queue.trained()
     assert len(trained) == len({task for task, _ in trained}) == 8
@@ -261,7 +263,11 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(
     with open_loop(whole, settings) as loop:
         learn(loop)
     intact = {path.relative_to(whole.trainer / "000003") for path in (whole.trainer / "000003").rglob("*.*")}
-    assert {"training.json", "model.safetensors", "training/optimizer.safetensors"} <= set(map(str, intact))
+    assert {
+        "training.json",
+        "model.safetensors",
+        "training/optimizer/shard-00001-model-00001-of-00001.safetensors",
+    } <= set(map(str, intact))
     seed = random.randrange(1 << 30)
     print("seed", seed)
     rng = random.Random(seed)
@@ -279,8 +285,8 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(
             said = capsys.readouterr().err
             assert f"{layout.trainer / '000003'}: the checkpoint is damaged" in said, (name, kind)
             assert "kept as damaged-000003, and training goes back to 000002" in said
-            assert loop.trainer.step_count == loop.queue.last_step() == 2
-            assert len(loop.queue.ready(2)) == 2  # those of the lost step
+            assert loop.learner.trainer.step_count == loop.queue.last_step() == 2
+            assert len(loop.queue.take(2) or ()) == 2  # those of the lost step
             assert not layout.step_file(3).exists()
             learn(loop)
         first, second = (checkpoint_views(load(checkpoints(each)[-1][1])) for each in (whole, layout))
@@ -315,9 +321,9 @@ def test_weights_edited_between_two_members_of_a_group_do_not_become_advantage(r
         (layout.run / "rewards.toml").write_text(f"correctness = {len(totals)}.5\neffort_spent = 0.25\n")
     assert len(set(totals)) == len(totals) == 4
     with open_loop(layout, settings) as loop:
-        before = {name: tensor.clone() for name, tensor in checkpoint_views(loop.trainer.model).items()}
+        before = {name: tensor.clone() for name, tensor in checkpoint_views(loop.learner.trainer.model).items()}
         learn(loop)
-        for name, tensor in checkpoint_views(loop.trainer.model).items():
+        for name, tensor in checkpoint_views(loop.learner.trainer.model).items():
             assert torch.equal(tensor, before[name]), name
     rewards = [slot.record for id in (1, 2) for slot in queue.group(id).slots]
     assert [reward["total"] for reward in rewards] == [4.5 - 0.125] * 4  # with the weights in force when it was taken
@@ -334,20 +340,20 @@ def test_a_store_that_is_away_costs_no_step(recipe: Path, tmp_path: Path, monkey
     fill(layout, 6)
     seen: list[int] = []
     with claimed(ObjectStore(place), "this run", inside=False), open_loop(layout, open_rl_run(layout.run)[1]) as loop:
-        loop.publisher.flush(60)
+        loop.learner.publisher.flush(60)
         place.rename(tmp_path / "away")
 
         def report_status(**facts: object) -> None:
             if "the weight store" in str(facts.get("waiting_for")):
-                seen.append(loop.trainer.step_count)
+                seen.append(loop.learner.trainer.step_count)
                 if len(seen) == 3:
                     assert not place.exists(), "something was written where the store is away"
                     (tmp_path / "away").rename(place)
 
         loop.report_status = report_status
         learn(loop)
-        loop.publisher.flush(60)
-        assert loop.trainer.step_count == 3
+        loop.learner.publisher.flush(60)
+        assert loop.learner.trainer.step_count == 3
     assert set(seen) == {2}  # it went on up to max_staleness, waited there, and went on
     version, published = follow(ObjectStore(place))
     assert version.number == 3
@@ -389,7 +395,7 @@ def test_a_step_waits_for_a_slow_group_that_would_become_stale(recipe: Path, tmp
     finish_slots(layout, queue, np.random.default_rng(0), version=1)
     with open_loop(layout, settings.model_copy(update={"steps": 2})) as loop:
         learn(loop)
-        assert loop.trainer.step_count == 2
+        assert loop.learner.trainer.step_count == 2
 
 
 def test_learning_ends_early_when_the_prompts_are_exhausted(recipe: Path, tmp_path: Path) -> None:
@@ -398,7 +404,7 @@ def test_learning_ends_early_when_the_prompts_are_exhausted(recipe: Path, tmp_pa
     (layout.root / "exhausted").write_text("")
     with open_loop(layout, open_rl_run(layout.run)[1]) as loop:
         learn(loop)
-        assert loop.trainer.step_count == 1
+        assert loop.learner.trainer.step_count == 1
     assert [step for step, _ in checkpoints(layout)] == [1]  # the last step is saved
 
 
@@ -421,7 +427,8 @@ def test_a_stalled_trainer_exits_with_the_final_exit_code(recipe: Path, tmp_path
     layout = prepare_run(recipe, tmp_path / "run", "rl.stall_s=0.3")
     environment = {**os.environ, "ETUDE_PARENT": str(os.getpid()), "OMP_WAIT_POLICY": "PASSIVE"}
     command = [sys.executable, "-m", "etude.rl.trainer_process", str(layout.run)]
-    done = subprocess.run(command, env=environment, timeout=120, check=False, capture_output=True, text=True)
+    with threaded_service(layout, load_queues(layout)):
+        done = subprocess.run(command, env=environment, timeout=120, check=False, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (4, "etude: the trainer has waited 0 s for groups: no slots\n")
 
 
@@ -431,18 +438,16 @@ def test_a_run_whose_queue_is_lost_does_not_continue(recipe: Path, tmp_path: Pat
     settings = open_rl_run(layout.run)[1].model_copy(update={"steps": 1})
     with open_loop(layout, settings) as loop:
         learn(loop)
-    with open_queues(layout, settings, None) as (queue, _):
-        check_queue_matches_checkpoint(layout, queue)
+    check_queues(layout, settings)
     for path in layout.root.glob("slots.sqlite*"):
         path.unlink()
-    lost = pytest.raises(InputError, match=r"records 0 steps, .* is of step 1: ")
-    with open_queues(layout, settings, None) as (queue, _), lost:
-        check_queue_matches_checkpoint(layout, queue)
+    with pytest.raises(InputError, match=r"records 0 steps, .* is of step 1: "):
+        check_queues(layout, settings)
     for path in layout.root.glob("slots.sqlite*"):
         path.unlink()
     layout.slots.write_bytes(b"no table" * 1000)
-    with pytest.raises(InputError, match="file is not a database; restore them"), open_queues(layout, settings, None):
-        pass
+    with pytest.raises(InputError, match="file is not a database; restore it"):
+        check_queues(layout, settings)
 
 
 def test_a_checkpoint_that_cannot_be_written_says_where(recipe: Path, tmp_path: Path) -> None:
@@ -461,7 +466,7 @@ def test_groups_of_equal_rewards_have_no_training_sequences(recipe: Path, tmp_pa
     queue = fill(layout, 2)
     for group in queue.ready(0):
         equal = [replace(slot, reward={"total": 0.7}) for slot in group.slots]
-        assert build_training_sequences(plain_loop(layout), [replace(group, slots=tuple(equal))]) == []
+        assert trained_rollouts(plain_loop(layout), [replace(group, slots=tuple(equal))]) == []
 
 
 def test_splitting_a_rollout_into_segments_does_not_change_its_gradient(recipe: Path, tmp_path: Path) -> None:
@@ -469,21 +474,20 @@ def test_splitting_a_rollout_into_segments_does_not_change_its_gradient(recipe: 
     rng = np.random.default_rng(3)
     one, two = random_segment(rng), random_segment(rng, kind="summary")
     loop = plain_loop(prepare_run(recipe, tmp_path / "run"))
-    chain = rollout_sequences(loop, random_trace(rng, one, two), 0.5)
-    apart = [sequence for part in (one, two) for sequence in rollout_sequences(loop, random_trace(rng, part), 0.5)]
+    chain = training_sequences([one, two], 0.5, loop.settings.estimator)
+    apart = [sequence for part in (one, two) for sequence in training_sequences([part], 0.5, loop.settings.estimator)]
     found = []
     for sequences, length in ((chain, 1024), (apart, 40)):  # in one row, and in a row each
-        (batches,) = pack(sequences, loop.trainer.model.config, length=length, rows=8, padding=0)
-        loss = sum(PolicyGradient()(loop.trainer.model, batch).loss for batch in batches)
+        batches = pack(sequences, loop.learner.trainer.model.config, length=length, rows=8, padding=0)
+        loss = sum(PolicyGradient()(loop.learner.trainer.model, batch).loss for batch in batches)
         assert isinstance(loss, torch.Tensor)
-        found.append(torch.autograd.grad(loss, list(loop.trainer.model.parameters())))
+        found.append(torch.autograd.grad(loss, list(loop.learner.trainer.model.parameters())))
     for first, second in zip(*found, strict=True):
         torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-6)
 
 
-def test_compactions_are_not_trained_and_overlong_rollouts_are_unless_masked(recipe: Path, tmp_path: Path) -> None:
+def test_compactions_are_not_trained_and_overlong_rollouts_are_unless_masked() -> None:
     rng = np.random.default_rng(4)
-    layout = prepare_run(recipe, tmp_path / "run")
     trace = random_trace(rng, random_segment(rng), random_segment(rng, kind="compaction"), ending="turns")
-    assert [sequence.segment.kind for sequence in rollout_sequences(plain_loop(layout), trace, 1.0)] == ["start"]
-    assert rollout_sequences(plain_loop(layout, EstimatorSettings(mask_overlong=True)), trace, 1.0) == []
+    assert [segment.kind for segment in trained_segments(trace, EstimatorSettings())] == ["start"]
+    assert trained_segments(trace, EstimatorSettings(mask_overlong=True)) == []

@@ -28,7 +28,7 @@ from etude.rollouts.queue import RolloutQueue
 from etude.rollouts.queue_records import ReadyGroup, Slot
 from etude.rollouts.settings import QueueSettings, evaluation_queue
 from etude.runs.layout import RunLayout
-from etude.runs.service_status import read_statuses, write_status
+from etude.runs.service_status import write_copy
 
 SETTINGS = QueueSettings(group_size=2, groups_per_step=2, max_staleness=2, in_flight=100, lease_s=10.0, max_attempts=2)
 STEP_FACTS = {
@@ -200,13 +200,13 @@ def test_stale_rollouts_are_counted(queue: RolloutQueue) -> None:
     assert metrics.incident_facts(queue, 1)["infrastructure/stale"] == 2
 
 
-def test_a_record_is_flat_and_json(queue: RolloutQueue, layout: RunLayout) -> None:
+def test_a_record_is_flat_and_json(queue: RolloutQueue) -> None:
     queue.add([("a", 0), ("b", 0)])
     fill(queue, *[reward(1.0, habits={"asking": 0.0})] * 4)
     groups = queue.take(0) or []
     queue.mark_trained(groups, 1)
-    write_status(layout, "sampler-0", busy_s=1.0, made_tokens=9)
-    record = metrics.step_metrics(groups, 1, STEP_FACTS, read_statuses(layout), queue)
+    services = {"sampler-0": {"busy_s": 1.0, "made_tokens": 9, "time": 1.0}}
+    record = metrics.step_metrics(groups, 1, STEP_FACTS, services, queue)
     assert json.loads(json.dumps(record, allow_nan=False)) == record
     assert all(isinstance(value, int | float | str) for name, value in record.items() if name != "alarms")
     assert not record.keys() & {"time", "stage", "step"}
@@ -262,11 +262,14 @@ def test_the_health_table_shows_services_what_they_wait_for_and_silent_ones(
 ) -> None:
     queue.add([("a", 0)])
     assert queue.claim("worker-0", 0.0) is not None
-    write_status(layout, "trainer", state="waiting", waiting_for="groups: 1 [queued], 1 starting", step=3)
-    write_status(layout, "sampler-0", state="ready", version=4, running=2, tokens_s=31.5)
-    write_status(layout, "worker-0", state="working", held=[{"slot": 1}])
     now = time.time()
-    write_status(layout, "gone", state="working", time=now - 100)
+    statuses: dict[str, dict[str, Any]] = {
+        "trainer": {"state": "waiting", "waiting_for": "groups: 1 [queued], 1 starting", "step": 3, "time": now},
+        "sampler-0": {"state": "ready", "version": 4, "running": 2, "tokens_s": 31.5, "time": now},
+        "worker-0": {"state": "working", "held": [{"slot": 1}], "time": now},
+        "gone": {"state": "working", "time": now - 100},
+    }
+    write_copy(layout, statuses)
     text = shown(health_table(layout.run, now))
     assert "groups: 1 [queued], 1 starting" in text
     assert "version 4, running 2, tokens/s 31.5" in text
@@ -380,7 +383,7 @@ def test_the_atif_export_has_the_trace_and_the_reward(layout: RunLayout, queue: 
     keep(layout, "traces/000001/00-1")
     keep(layout, "traces/000001/01-1")
     out = tmp_path / "out"
-    assert export_rollouts(list_rollouts(layout), out) == (2, [])
+    assert export_rollouts(layout, list_rollouts(layout), out) == (2, [])
     document = json.loads((out / "traces-000001-00-1.json").read_text(encoding="utf-8"))
     assert document["schema_version"] == "ATIF-v1.8"
     assert document["extra"]["rollout"]["reward"]["total"] == 1.0
@@ -397,7 +400,7 @@ def test_a_damaged_rollout_is_reported_and_the_others_are_exported(
     keep(layout, "traces/000001/01-1")
     (damaged,) = layout.root.glob("traces/000001/00-1*")
     damaged.write_bytes(damaged.read_bytes()[:40])
-    count, problems = export_rollouts(list_rollouts(layout), tmp_path / "out")
+    count, problems = export_rollouts(layout, list_rollouts(layout), tmp_path / "out")
     assert count == 1
     assert "00-1" in problems[0]
 

@@ -7,12 +7,13 @@ from families import small_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from etude.data.dealing import deal, sequence_cost
 from etude.errors import InputError
 from etude.harness.trace import Segment
 from etude.model.config import ModelConfig
 from etude.model.transformer import Transformer, initialize
 from etude.rl.objective import PolicyGradient
-from etude.rl.packing import TrainingSequence, assign_to_ranks, fill_rows, pack, sequence_cost
+from etude.rl.packing import TrainingSequence, fill_rows, pack, pack_planned, plan_packing
 
 
 def config_of(family: str) -> ModelConfig:
@@ -50,9 +51,11 @@ def test_packed_sequences_on_several_ranks_have_the_gradient_of_single_ones(fami
     config = config_of(family)
     model = initialize(config, seed=2)
     sequences = [training_sequence(seed, size, config, routed) for seed, size in enumerate((5, 17, 9, 3, 12, 20))]
-    alone = [batch for one in sequences for batch in pack([one], config, length=64, rows=1, padding=0)[0]]
-    by_rank = pack(sequences, config, length=24, rows=2, padding=0, ranks=2)
-    assert len(by_rank) == 2
+    alone = [batch for one in sequences for batch in pack([one], config, length=64, rows=1, padding=0)]
+    plan = plan_packing([len(one) for one in sequences], config, length=24, ranks=2)
+    whole = dict(enumerate(sequences))
+    by_rank = [pack_planned(plan, whole, config, rows=2, padding=0, rank=rank) for rank in range(2)]
+    assert len(by_rank[0]) == len(by_rank[1])
     together = [batch for batches in by_rank for batch in batches]
     assert sum(batch.loss_tokens for batch in together) == sum(int(one.segment.sampled.sum()) for one in sequences)
     assert torch.allclose(gradient(model, together), gradient(model, alone), atol=2e-5)
@@ -72,9 +75,10 @@ def test_rows_hold_everything_once_and_no_more_than_fits(sizes: list[int], lengt
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.floats(0.1, 100), max_size=60), st.integers(1, 8))
-def test_ranks_have_nearly_equal_work(costs: list[float], ranks: int) -> None:
-    assigned = assign_to_ranks(costs, ranks)
+def test_ranks_have_equally_many_rows_and_nearly_equal_work(costs: list[float], ranks: int) -> None:
+    assigned = deal(costs, ranks)
     assert sorted(index for rank in assigned for index in rank) == list(range(len(costs)))
+    assert max(map(len, assigned)) <= -(-len(costs) // ranks)
     loads = [sum(costs[index] for index in rank) for rank in assigned]
     assert max(loads) - min(loads) <= max(costs, default=0) + 1e-9
 
@@ -94,6 +98,7 @@ def test_sequences_without_sampled_tokens_are_left_out() -> None:
         *(np.zeros(5, np.float32),) * 2,
         np.full(5, -1, np.int32),
     )
-    assert pack([TrainingSequence(unsampled, np.zeros(0, np.float32))], config, length=8, rows=1, padding=0) == [[]]
+    left = TrainingSequence(unsampled, np.zeros(0, np.float32))
+    assert pack([left], config, length=8, rows=1, padding=0) == []
     with pytest.raises(InputError, match="3 token advantages for 0 sampled tokens"):
         TrainingSequence(unsampled, np.zeros(3, np.float32))

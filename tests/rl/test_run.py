@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import transformers
+from ranks import follower_of
 from rl_runs import make_recipe
 
 from etude.chat.tokenizer import Tokenizer
@@ -23,9 +24,12 @@ from etude.evaluation.scorings import count_scorings
 from etude.files import content_digest
 from etude.harness.trace_store import load_trace
 from etude.model import load
+from etude.runs.address import read_address
 from etude.runs.layout import RunLayout
 from etude.runs.run import Parent, Run
-from etude.runs.service_status import read_status, read_statuses
+from etude.runs.service_status import read_statuses
+from etude.weights.object_store import ObjectStore
+from etude.weights.versions import follow
 from etude_nano.source import generate_nano
 
 LIMIT_S = 300
@@ -53,9 +57,9 @@ def trained_prompts(layout: RunLayout) -> dict[str, tuple[int, bool]]:
 
 def children(layout: RunLayout) -> dict[str, int]:
     """Return the pids of the running services."""
-    names = ("trainer", "sampler-0", "worker-0")
-    found = {name: read_status(layout, name) for name in names}
-    return {name: status["pid"] for name, status in found.items() if status and _alive(status["pid"])}
+    names = ("trainer", "sampler-0", "worker-0", "run-service")
+    found = {name: status.facts for name, status in read_statuses(layout).items() if name in names}
+    return {name: facts["pid"] for name, facts in found.items() if _alive(facts["pid"])}
 
 
 def _alive(pid: int) -> bool:
@@ -67,13 +71,14 @@ def _alive(pid: int) -> bool:
 
 def services_of(layout: RunLayout) -> list[str]:
     """Return the command lines of all running services of this run."""
-    found = []
+    found, address = [], read_address(layout)
+    names = [str(layout.run), *([address.url] if address else [])]
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
             line = path.read_bytes().replace(b"\0", b" ").decode()
             if (
                 re.search(r"-m etude\.(rl|rollouts|inference)\.", line)
-                and str(layout.run) in line
+                and any(name in line for name in names)
                 and _alive(int(path.parent.name))
             ):
                 found.append(line)
@@ -118,7 +123,7 @@ def test_a_run_trains_evaluates_and_saves_its_checkpoint(recipe: Path, tmp_path:
     facts = json.loads(done.stdout)["stages"]["rl"]
     layout = RunLayout(tmp_path / "run")
     check_finished(layout, facts, steps=3, groups=2)
-    assert {status["state"] for status in read_statuses(layout).values()} == {"ended"}
+    assert {status.state for status in read_statuses(layout).values()} == {"ended"}
     records = [record for record in Run.read(layout.run).metrics("rl") if not record.get("evaluation")]
     for name in ("reward", "entropy", "gradient_norm", "waited_s"):
         assert any(name in record for record in records), name
@@ -138,6 +143,24 @@ def test_a_run_trains_evaluates_and_saves_its_checkpoint(recipe: Path, tmp_path:
     assert json.loads(again.stdout)["stages"]["rl"] == facts
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["etude run", "torchrun"])
+def test_a_run_with_two_trainer_processes(launcher: str, recipe: Path, tmp_path: Path) -> None:
+    given = command(recipe, tmp_path / "run", "--set", "rl.parallel.dp_shard=2")
+    if launcher == "torchrun":  # which starts two of the command: one of them starts the processes of the trainer
+        rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0")
+        given[1:1] = ["-m", "torch.distributed.run", "--nproc-per-node", "2", *rendezvous]
+    done = subprocess.run(given, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    layout = RunLayout(tmp_path / "run")
+    check_finished(layout, json.loads(done.stdout)["stages"]["rl"], steps=3, groups=2)
+    records = [record for record in Run.read(layout.run).metrics("rl") if not record.get("evaluation")]
+    assert all(record["imbalance"] >= 1 for record in records)
+    assert records[0].get("mismatch_numerics_p99", 0.0) < 1e-4
+    shards = follow(ObjectStore(layout.store))[0].shards
+    assert {shard.name.split("-")[1] for shard in shards} == {"000", "001"}
+
+
 def test_an_input_error_in_a_rollout_ends_the_run_with_its_own_words(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path, tasks=8, held_out=1, window=160, steps=2)
     done = subprocess.run(
@@ -151,15 +174,16 @@ def test_an_input_error_in_a_rollout_ends_the_run_with_its_own_words(tmp_path: P
 
 
 @pytest.mark.slow
-def test_every_process_may_be_killed_at_any_time(recipe: Path, tmp_path: Path) -> None:
-    """Kill trainer, sampler, worker and orchestrator at random times; the run must finish."""
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_process_may_be_killed_at_any_time(ranks: int, recipe: Path, tmp_path: Path) -> None:
+    """Kill run service, trainer, its other rank, sampler, worker, orchestrator at random times; the run must finish."""
     seed = random.randrange(1 << 30)
     print("seed", seed)
     rng = random.Random(seed)
     layout = RunLayout(tmp_path / "run")
-    overrides = ["--set", "rl.steps=12", "--set", "rl.checkpoint_every=2"]
-    names = ["trainer", "sampler-0", "worker-0", "orchestrator"]
-    waiting = rng.sample(names, 4) + rng.sample(names * 2, 8)  # each once, then at random
+    overrides = ["--set", "rl.steps=12", "--set", "rl.checkpoint_every=2", "--set", f"rl.parallel.dp_shard={ranks}"]
+    names = ["trainer", "sampler-0", "worker-0", "run-service", "orchestrator", *(["rank-1"] if ranks > 1 else [])]
+    waiting = rng.sample(names, len(names)) + rng.sample(names * 2, 8)  # each once, then at random
     killed: list[str] = []
     deadline = time.monotonic() + 900
     while True:
@@ -171,7 +195,10 @@ def test_every_process_may_be_killed_at_any_time(recipe: Path, tmp_path: Path) -
                 assert time.monotonic() < deadline, (killed, (tmp_path / "err").read_text()[-2000:])
                 time.sleep(0.1)
                 running = children(layout) | {"orchestrator": process.pid}
-                if waiting and len(running) == 4:  # all processes are running
+                if ranks > 1:
+                    with suppress(AssertionError):
+                        running["rank-1"] = follower_of(process.pid, "etude.rl.trainer_process")
+                if waiting and len(running) == len(names):  # all processes are running
                     time.sleep(rng.uniform(0.2, 4.0))
                     with suppress(ProcessLookupError):  # it had finished
                         os.kill(running[waiting[0]], signal.SIGKILL)
@@ -181,7 +208,7 @@ def test_every_process_may_be_killed_at_any_time(recipe: Path, tmp_path: Path) -
         assert process.returncode == -signal.SIGKILL, (tmp_path / "err").read_text()[-3000:]
     print("killed", killed)
     assert services_of(layout) == [], "a process outlived its orchestrator"
-    assert len(set(killed)) == 4, "the run finished before every process had been killed"
+    assert len(set(killed)) == len(names), "the run finished before every process had been killed"
     check_finished(layout, json.loads((tmp_path / "out").read_text())["stages"]["rl"], steps=12, groups=2)
 
 

@@ -8,16 +8,18 @@ from pathlib import Path
 
 import pytest
 from rl_runs import make_recipe
+from run_services import FakeStatuses
 from test_loop import prepare_run
 
 from etude.errors import InputError
 from etude.pods.fleet import open_fleet
 from etude.recipe.recipe import load_recipe
 from etude.rl.curriculum import Curriculum, CurriculumSettings
-from etude.rl.orchestrator import Orchestrator, RlTaskSets, named_tasks, open_queues, write_task_lists
+from etude.rl.orchestrator import Orchestrator, RlTaskSets, named_tasks, write_task_lists
 from etude.rl.settings import open_rl_run
 from etude.rl.sibling_process import make_siblings, open_source, read_siblings
 from etude.rollouts.queue import RolloutQueue
+from etude.rollouts.run_queues import open_queues
 from etude.runs.layout import RunLayout
 from etude.runs.run import Run
 from etude.tasks.harbor import read_task
@@ -89,9 +91,10 @@ def test_siblings_of_retired_tasks_are_validated_and_join_the_run(run: RunLayout
     layout, settings = open_rl_run(run.run)
     record = Run.create_or_resume(layout.run, load_recipe(tmp_path / "recipe.toml"), resume=True)
     layout.exhausted.write_text("no prompt is left")
-    with open_queues(layout, settings, None) as (queue, evaluations):
-        tasks = RlTaskSets(named_tasks(tmp_path / "tasks"), {})
-        orchestrator = Orchestrator(record, settings, layout, queue, evaluations, tasks, 0, lambda *_: None)
+    with open_queues(layout) as queues:
+        tasks, queue = RlTaskSets(named_tasks(tmp_path / "tasks"), {}), queues["training"]
+        both = queue, queues["evaluation"]
+        orchestrator = Orchestrator(record, settings, layout, *both, FakeStatuses(), tasks, 0, lambda *_: None)
         orchestrator.add_siblings()
         assert len(orchestrator.curriculum.tasks) == 5
         assert set(layout.task_lists()["train"]) == set(orchestrator.curriculum.tasks)

@@ -1,6 +1,7 @@
 """The curriculum by solve rate: expected informativeness, reuse, rest and retirement, on a simulated policy."""
 
 import random
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import product
 from pathlib import Path
 
@@ -8,9 +9,10 @@ import pytest
 from pydantic import ValidationError
 
 from etude.rl.curriculum import Curriculum, CurriculumSettings
-from etude.rl.solve_rate import informativeness, measure, prompt_states
+from etude.rl.prompt_history import PromptHistory, PromptRules
+from etude.rl.solve_rate import GROUP_PRIOR, KIND_PRIOR, TASK_PRIOR, SolveRates, informativeness
 from etude.rollouts.queue import RolloutQueue
-from etude.rollouts.queue_records import GroupEffort, GroupUse
+from etude.rollouts.queue_records import GroupEffort, GroupRecord
 from etude.rollouts.settings import QueueSettings
 
 SIZE = 4
@@ -67,9 +69,74 @@ def test_every_kind_is_explored_and_a_restart_draws_the_same(tmp_path: Path) -> 
     assert {TASKS[task] for task in queue.tasks()[40:]} == {"hard", "easy", "middle", "mixed"}
 
 
+def history_of(efforts: list[GroupEffort], tasks: Mapping[str, str] = TASKS, half_life: float = 8.0) -> PromptHistory:
+    history = PromptHistory(tasks, half_life)
+    history.update(GroupRecord(n, each.task, each.step, False, n, each) for n, each in enumerate(efforts, 1))
+    return history
+
+
+def plain_rates(groups: Iterable[GroupRecord], kinds: Mapping[str, str], step: int, half_life: float) -> SolveRates:
+    """Measure everything anew from all groups: the definition that the history keeps sums of."""
+
+    def total(tasks: Collection[str], part: Callable[[GroupEffort, float], float]) -> float:
+        found = 0.0
+        for group in groups:
+            if group.task in tasks and group.effort is not None and group.effort.solved is not None:
+                age = 0 if group.step is None else max(0, step - group.step)
+                found += 0.5 ** (age / half_life) * part(group.effort, group.effort.solved)
+        return found
+
+    def rate(tasks: Collection[str], prior: float, count: float) -> float:
+        solved = total(tasks, lambda effort, rate: effort.rollouts * rate)
+        return (solved + count * prior) / (total(tasks, lambda effort, rate: effort.rollouts) + count)
+
+    groups, mean = list(groups), 0.0
+    mean = rate(kinds, 0.5, 2.0)
+    known = {group.task for group in groups if group.effort is not None and group.effort.solved is not None} & {*kinds}
+    of_kind = {kind: [task for task in kinds if kinds[task] == kind] for kind in {kinds[task] for task in known}}
+    rates = {kind: rate(tasks, mean, KIND_PRIOR) for kind, tasks in of_kind.items()}
+    expected = {
+        kind: (total(tasks, lambda effort, rate: 0 < rate < 1) + GROUP_PRIOR * informativeness(rates[kind], SIZE))
+        / (total(tasks, lambda effort, rate: 1.0) + GROUP_PRIOR)
+        for kind, tasks in of_kind.items()
+    }
+    own = {task: informativeness(rate([task], rates[kinds[task]], TASK_PRIOR), SIZE) for task in known}
+    return SolveRates(SIZE, mean, expected, own)
+
+
+def test_sums_that_follow_every_change_are_those_of_all_groups() -> None:
+    """Groups are started, scored slot by slot, consumed, dropped, and given back by a trainer that went back."""
+    rng = random.Random(3)
+    kinds = {f"{kind}-{number}": kind for kind in "abc" for number in range(6)}
+    history, groups, step = PromptHistory(kinds, 5.0), dict[int, GroupRecord](), 0
+    for change in range(1, 1500):
+        id = rng.randint(1, 40)
+        task = groups[id].task if id in groups else rng.choice([*kinds, "unknown"])
+        consumed = rng.choice([None, None, rng.randint(0, step)])
+        values = (rng.choice([None, rng.random()]), rng.random(), rng.choice([None, 0.0, 0.5, 1.0]), rng.random())
+        effort = GroupEffort(task, consumed, rng.randint(1, SIZE), *values) if rng.random() < 0.9 else None
+        groups[id] = GroupRecord(id, task, consumed, consumed is None and rng.random() < 0.2, change, effort)
+        history.update([groups[id]])
+        step += rng.random() < 0.1
+        if change % 50:
+            continue
+        plain, found = plain_rates(groups.values(), kinds, step, 5.0), history.rates(SIZE, step, [*kinds])
+        assert found.mean == pytest.approx(plain.mean)
+        assert dict(found.tasks) == pytest.approx(dict(plain.tasks))
+        assert {kind: found.kinds[kind] for kind in plain.kinds} == pytest.approx(dict(plain.kinds))
+        again = PromptHistory(kinds, 5.0)
+        again.update(groups.values())
+        for kind, statistics in again.kind_statistics().items():
+            same = history.kind_statistics()[kind]
+            assert (same.rollouts, same.effort) == (statistics.rollouts, pytest.approx(statistics.effort))
+            assert (same.solved, same.seconds) == pytest.approx((statistics.solved, statistics.seconds))
+        rules = PromptRules(3, 2, 4, 2)
+        assert history.states(step, rules) == again.states(step, rules)
+
+
 def test_a_mixed_kind_is_measured_by_its_groups_not_by_its_mean() -> None:
     efforts = [GroupEffort(f"mixed-{n}", 1, SIZE, None, None, true_rate(f"mixed-{n}"), None) for n in range(40)]
-    rates = measure(efforts, TASKS, SIZE, 1, 8.0)
+    rates = history_of(efforts).rates(SIZE, 1, ())
     assert rates.of_kind("mixed") < 0.05 < 0.8 < informativeness(0.5, SIZE)
     old = [
         GroupEffort(f"middle-{n}", step, SIZE, None, None, solved, None)
@@ -77,11 +144,11 @@ def test_a_mixed_kind_is_measured_by_its_groups_not_by_its_mean() -> None:
         for step, solved in ((1, 0.0), (9, 1.0))
     ]
     # A group that is eight steps old counts half: the rate is 2/3, and no group was informative.
-    assert measure(old, TASKS, SIZE, 9, 8.0).mean == pytest.approx((8 * SIZE + 1) / (12 * SIZE + 2))
+    assert history_of(old).rates(SIZE, 9, ()).mean == pytest.approx((8 * SIZE + 1) / (12 * SIZE + 2))
 
 
 def test_prompts_are_reused_retire_and_rest_by_the_rules() -> None:
-    rules = {"reuse": 3, "rest_steps": 4, "unsolved_rest_steps": 10, "retire_after": 2}
+    rules = PromptRules(reuse=3, rest_steps=4, unsolved_rest_steps=10, retire_after=2)
     history = {  # steps of use, and solve rates
         "new": [],
         "recent": [(17, 0.5)],
@@ -93,11 +160,13 @@ def test_prompts_are_reused_retire_and_rest_by_the_rules() -> None:
         "used up": [(1, 0.5), (6, 0.5), (11, 0.5)],
         "busy": [(1, 0.5), (None, None)],
     }
-    uses = [GroupUse(task, step, False) for task, found in history.items() for step, _ in found]
-    efforts = [
-        GroupEffort(t, step, SIZE, None, None, rate, None) for t, found in history.items() for step, rate in found
-    ]
-    states = prompt_states(history, uses, efforts, 20, **rules)
+    known = PromptHistory(dict.fromkeys(history, ""), 8.0)
+    uses = [(task, step, rate) for task, found in history.items() for step, rate in found]
+    known.update(
+        GroupRecord(n, task, step, False, n, GroupEffort(task, step, SIZE, None, None, rate, None))
+        for n, (task, step, rate) in enumerate(uses, 1)
+    )
+    states = known.states(20, rules)
     assert states.unused == {"new"}
     assert states.reusable == ("once-solved", "rested", "woken")
     assert states.waiting == ("recent", "unsolved")

@@ -26,10 +26,10 @@ from etude.rollouts.rollout import (
     RolloutCheckpoint,
     RolloutFailed,
     RolloutPhase,
-    load_checkpoint,
+    pack_checkpoint,
     rollout_seed,
     run_rollout,
-    save_checkpoint,
+    unpack_checkpoint,
 )
 from etude.tasks.environment import PreparedEnvironments
 from etude.tasks.harbor import write_task
@@ -252,7 +252,7 @@ async def interrupted(fleet: Fleet, task: Task, at: int, path: Path) -> AsyncIte
     kept: list[RolloutCheckpoint] = []
 
     async def keep(checkpoint: RolloutCheckpoint) -> None:
-        save_checkpoint(checkpoint, path)
+        path.write_bytes(pack_checkpoint(checkpoint))
         for before in kept:
             await fleet.remove_snapshot(before.environment.snapshot.id)
         kept.append(checkpoint)
@@ -277,7 +277,8 @@ def test_a_resumed_rollout_continues_to_the_same_tokens(state: Path, task: Task,
         path = tmp_path / "partial.trace"
         async with interrupted(fleet, task, at, path):
             policy = LinesPolicy()
-            rollout = await run_rollout(fleet, task, bind(policy), OPTIONS, seed=10, resume=load_checkpoint(path))
+            resume = unpack_checkpoint(path.read_bytes(), "checkpoint")
+            rollout = await run_rollout(fleet, task, bind(policy), OPTIONS, seed=10, resume=resume)
         assert tokens_of(rollout.trace) == tokens_of(whole.trace)
         assert [turn for turn, _ in policy.requests] == list(range(at, len(LINES)))
         assert rollout.reward.total == 1.0  # no earlier command was run again
@@ -296,7 +297,7 @@ def test_a_finished_session_is_verified_from_its_checkpoint(state: Path, task: T
         kept: list[RolloutCheckpoint] = []
 
         async def keep(checkpoint: RolloutCheckpoint) -> None:
-            save_checkpoint(checkpoint, path)
+            path.write_bytes(pack_checkpoint(checkpoint))
             for before in kept:
                 await fleet.remove_snapshot(before.environment.snapshot.id)
             kept.append(checkpoint)
@@ -305,7 +306,7 @@ def test_a_finished_session_is_verified_from_its_checkpoint(state: Path, task: T
             run_rollout(fleet, task, bind(LinesPolicy()), CHECKPOINTING, on_checkpoint=keep)
         )
         (task.directory / "tests/test.sh").write_text(TEST)
-        checkpoint = load_checkpoint(path)
+        checkpoint = unpack_checkpoint(path.read_bytes(), "checkpoint")
         assert checkpoint.finished
         policy = LinesPolicy()
         rollout = await run_rollout(fleet, task, bind(policy), CHECKPOINTING, resume=checkpoint, on_checkpoint=keep)

@@ -4,34 +4,44 @@ import asyncio
 import json
 import random
 import re
-import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from asking import fake
+from run_services import member_of, threaded_service
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from etude.errors import InputError
 from etude.inference.sampling import Sampling
 from etude.rollouts import sampler_pool
-from etude.rollouts.sampler_pool import SamplersUnavailable, open_sampler_pool
+from etude.rollouts.run_service import RunService
+from etude.rollouts.sampler_pool import SamplerPool, SamplersUnavailable, open_sampler_pool
+from etude.rollouts.settings import QueueSettings
+from etude.runs.address import run_token
 from etude.runs.layout import RunLayout
-from etude.runs.service_status import sampler_token, write_status
+from etude.runs.member import RunMember
 
 ONE = Sampling(max_tokens=1)
 Answer = Callable[[Request], Awaitable[Response]]
 
 
 @pytest.fixture
-def layout(tmp_path: Path) -> RunLayout:
-    found = RunLayout(tmp_path)
-    found.make()
-    return found
+def service(tmp_path: Path) -> Iterator[RunService]:
+    layout = RunLayout(tmp_path)
+    layout.make()
+    with threaded_service(layout, {"training": QueueSettings()}) as found:
+        yield found
+
+
+@pytest.fixture
+def member(service: RunService) -> Iterator[RunMember]:
+    with member_of(service.layout) as found:
+        yield found
 
 
 @pytest.fixture(autouse=True)
@@ -39,6 +49,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten all waits."""
     for name, value in {
         "REFRESH_S": 0.02,
+        "ASK_AGAIN_S": 0.02,
         "MIN_BACKOFF_S": 0.02,
         "MAX_BACKOFF_S": 0.1,
         "QUEUE_FULL_S": 0.05,
@@ -48,8 +59,9 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sampler_pool, name, value)
 
 
-def announce(layout: RunLayout, name: str, url: str, **facts: Any) -> None:
-    write_status(layout, name, **{"kind": "sampler", "state": "ready", "url": url, "version": 1, **facts})
+def announce(member: RunMember, name: str, url: str, **facts: Any) -> None:
+    status = {"kind": "sampler", "state": "ready", "url": url, "version": 1, **facts}
+    member.client.report_status(name, **status)
 
 
 def token(number: int) -> Response:
@@ -74,15 +86,17 @@ def fails(status: int, code: str = "") -> Answer:
     return answer
 
 
-async def serve(stack: AsyncExitStack, layout: RunLayout, *answers: Answer) -> None:
+async def serve(stack: AsyncExitStack, member: RunMember, policy: SamplerPool, *answers: Answer) -> None:
     for number, answer in enumerate(answers):
-        announce(layout, f"sampler-{number}", await stack.enter_async_context(fake(answer)))
+        announce(member, f"sampler-{number}", await stack.enter_async_context(fake(answer)))
+    while len(policy.directory.current()) < len(answers):
+        await asyncio.sleep(0.01)
 
 
-def test_a_session_stays_with_one_sampler_and_sessions_are_spread(layout: RunLayout) -> None:
+def test_a_session_stays_with_one_sampler_and_sessions_are_spread(member: RunMember) -> None:
     async def work() -> None:
-        async with AsyncExitStack() as stack, open_sampler_pool(layout) as policy:
-            await serve(stack, layout, says(0), says(1), says(2))
+        async with AsyncExitStack() as stack, open_sampler_pool(member) as policy:
+            await serve(stack, member, policy, says(0), says(1), says(2))
             first: list[int] = []
             for turn in range(3):
                 found = await asyncio.gather(*(policy.complete([1], ONE, session=f"s{n}") for n in range(30)))
@@ -94,10 +108,10 @@ def test_a_session_stays_with_one_sampler_and_sessions_are_spread(layout: RunLay
     asyncio.run(work())
 
 
-def test_requesting_the_version_does_not_affect_the_spread(layout: RunLayout) -> None:
+def test_requesting_the_version_does_not_affect_the_spread(member: RunMember) -> None:
     async def work() -> None:
-        async with AsyncExitStack() as stack, open_sampler_pool(layout) as policy:
-            await serve(stack, layout, says(0), says(1))
+        async with AsyncExitStack() as stack, open_sampler_pool(member) as policy:
+            await serve(stack, member, policy, says(0), says(1))
             found: Counter[int] = Counter()
             for number in range(10):
                 assert await policy.version() == 1
@@ -107,7 +121,7 @@ def test_requesting_the_version_does_not_affect_the_spread(layout: RunLayout) ->
     asyncio.run(work())
 
 
-def test_a_failed_request_goes_to_another_sampler_and_the_first_backs_off(layout: RunLayout) -> None:
+def test_a_failed_request_goes_to_another_sampler_and_the_first_backs_off(member: RunMember) -> None:
     async def work() -> None:
         asked: Counter[int] = Counter()
         broken = fails(500)
@@ -116,8 +130,8 @@ def test_a_failed_request_goes_to_another_sampler_and_the_first_backs_off(layout
             asked[0] += request.method == "POST"
             return await broken(request)
 
-        async with AsyncExitStack() as stack, open_sampler_pool(layout) as policy:
-            await serve(stack, layout, answer, says(1, asked))
+        async with AsyncExitStack() as stack, open_sampler_pool(member) as policy:
+            await serve(stack, member, policy, answer, says(1, asked))
             for status, code in ((500, ""), (503, "engine_broken"), (503, "draining"), (401, ""), (404, "")):
                 broken = fails(status, code)
                 for _ in range(10):
@@ -128,22 +142,22 @@ def test_a_failed_request_goes_to_another_sampler_and_the_first_backs_off(layout
     asyncio.run(work())
 
 
-def test_a_restarted_sampler_is_awaited_and_found_at_its_new_address(layout: RunLayout) -> None:
+def test_a_restarted_sampler_is_awaited_and_found_at_its_new_address(member: RunMember) -> None:
     async def work() -> None:
-        announce(layout, "sampler-0", "http://127.0.0.1:1")
-        async with AsyncExitStack() as stack, open_sampler_pool(layout) as policy:
+        announce(member, "sampler-0", "http://127.0.0.1:1")
+        async with AsyncExitStack() as stack, open_sampler_pool(member) as policy:
             sampling = asyncio.create_task(policy.complete([1], ONE, session="s"))
             await asyncio.sleep(0.2)
-            write_status(layout, "sampler-0", kind="sampler", state="starting", url="")
+            announce(member, "sampler-0", "", state="starting")
             await asyncio.sleep(0.1)
             assert not sampling.done()
-            announce(layout, "sampler-0", await stack.enter_async_context(fake(says(7))))
+            announce(member, "sampler-0", await stack.enter_async_context(fake(says(7))))
             assert (await asyncio.wait_for(sampling, 60)).tokens == [7]
 
     asyncio.run(work())
 
 
-def test_a_full_queue_is_retried(layout: RunLayout) -> None:
+def test_a_full_queue_is_retried(member: RunMember) -> None:
     async def work() -> None:
         asked: Counter[int] = Counter()
 
@@ -151,8 +165,8 @@ def test_a_full_queue_is_retried(layout: RunLayout) -> None:
             asked[0] += request.method == "POST"
             return await (fails(429, "queue_full") if asked[0] < 4 else says(5))(request)
 
-        async with AsyncExitStack() as stack, open_sampler_pool(layout, deadline_s=20) as policy:
-            await serve(stack, layout, answer)
+        async with AsyncExitStack() as stack, open_sampler_pool(member, deadline_s=20) as policy:
+            await serve(stack, member, policy, answer)
             assert (await policy.complete([1], ONE)).tokens == [5]
             assert asked[0] == 4
             asked[0], policy.deadline_s = -1000, 0.2
@@ -162,10 +176,10 @@ def test_a_full_queue_is_retried(layout: RunLayout) -> None:
     asyncio.run(work())
 
 
-def test_an_invalid_request_raises_at_once(layout: RunLayout) -> None:
+def test_an_invalid_request_raises_at_once(member: RunMember) -> None:
     async def work() -> None:
-        async with AsyncExitStack() as stack, open_sampler_pool(layout) as policy:
-            await serve(stack, layout, fails(400))
+        async with AsyncExitStack() as stack, open_sampler_pool(member) as policy:
+            await serve(stack, member, policy, fails(400))
             with pytest.raises(InputError, match="said 400"):
                 await policy.complete([1], ONE)
             with pytest.raises(InputError, match=r"publish version 3 there"):
@@ -175,29 +189,34 @@ def test_an_invalid_request_raises_at_once(layout: RunLayout) -> None:
     asyncio.run(work())
 
 
-def test_after_the_deadline_the_error_says_why_each_sampler_is_unavailable(layout: RunLayout) -> None:
+def test_after_the_deadline_the_error_says_why_each_sampler_is_unavailable(
+    service: RunService, member: RunMember
+) -> None:
     async def work() -> None:
-        async with open_sampler_pool(layout, deadline_s=0.1) as policy:
+        async with open_sampler_pool(member, deadline_s=0.1) as policy:
             with pytest.raises(SamplersUnavailable, match="there is none"):
                 await policy.complete([1], ONE)
-            announce(layout, "sampler-0", "http://127.0.0.1:1")
-            write_status(layout, "sampler-1", kind="sampler", state="waiting", waiting_for="a first version", url="")
-            announce(layout, "sampler-2", "http://127.0.0.1:1", time=time.time() - 60)
+            announce(member, "sampler-0", "http://127.0.0.1:1")
+            announce(member, "sampler-1", "", state="waiting", waiting_for="a first version")
+            announce(member, "sampler-2", "http://127.0.0.1:1")
+            service.board.statuses["sampler-2"]["time"] -= 60
+            while service.board.samplers["sampler-2"]["state"] == "ready":
+                await asyncio.sleep(0.05)
             with pytest.raises(SamplersUnavailable) as lost:
                 await policy.complete([1], ONE)
             message = str(lost.value)
             assert "no sampler was available for 0.1 s" in message
             assert "sampler-0: POST http://127.0.0.1:1/generate: no connection: Connection refused" in message
             assert "sampler-1: waiting: a first version" in message
-            assert re.search(r"sampler-2: no status for 6\d s", message)
+            assert re.search(r"sampler-2: silent: no status for 6\d s", message)
 
     asyncio.run(work())
 
 
-def test_a_request_that_crashes_every_sampler_is_not_retried_for_ever(layout: RunLayout) -> None:
+def test_a_request_that_crashes_every_sampler_is_not_retried_for_ever(member: RunMember) -> None:
     async def work() -> None:
-        async with AsyncExitStack() as stack, open_sampler_pool(layout) as policy:
-            await serve(stack, layout, fails(500), fails(500))
+        async with AsyncExitStack() as stack, open_sampler_pool(member) as policy:
+            await serve(stack, member, policy, fails(500), fails(500))
             with pytest.raises(SamplersUnavailable, match=r"failed 5 times while processing a request; .* said 500"):
                 await policy.complete([1], ONE)
 
@@ -205,7 +224,7 @@ def test_a_request_that_crashes_every_sampler_is_not_retried_for_ever(layout: Ru
 
 
 @pytest.mark.parametrize("how", ["hangs", "is replaced"])
-def test_requests_leave_a_sampler_that_hangs_or_was_replaced(layout: RunLayout, how: str) -> None:
+def test_requests_leave_a_sampler_that_hangs_or_was_replaced(member: RunMember, how: str) -> None:
     async def work() -> None:
         never = asyncio.Event()
 
@@ -215,19 +234,19 @@ def test_requests_leave_a_sampler_that_hangs_or_was_replaced(layout: RunLayout, 
             return token(0)
 
         async with AsyncExitStack() as stack:
-            announce(layout, "sampler-0", await stack.enter_async_context(fake(hang)))
-            policy = await stack.enter_async_context(open_sampler_pool(layout))
+            announce(member, "sampler-0", await stack.enter_async_context(fake(hang)))
+            policy = await stack.enter_async_context(open_sampler_pool(member))
             sampling = asyncio.create_task(policy.complete([1], ONE, session="s"))
             await asyncio.sleep(0.1)
             name = "sampler-0" if how == "is replaced" else "sampler-1"
-            announce(layout, name, await stack.enter_async_context(fake(says(9))))
+            announce(member, name, await stack.enter_async_context(fake(says(9))))
             assert (await asyncio.wait_for(sampling, 60)).tokens == [9]
             never.set()
 
     asyncio.run(work())
 
 
-def test_requests_can_be_cancelled_and_closing_fails_pending_ones(layout: RunLayout) -> None:
+def test_requests_can_be_cancelled_and_closing_fails_pending_ones(member: RunMember) -> None:
     async def work() -> None:
         gone = asyncio.Event()
 
@@ -239,8 +258,8 @@ def test_requests_can_be_cancelled_and_closing_fails_pending_ones(layout: RunLay
             return token(0)
 
         async with AsyncExitStack() as stack:
-            await serve(stack, layout, hang)
-            policy = open_sampler_pool(layout)
+            policy = open_sampler_pool(member)
+            await serve(stack, member, policy, hang)
             for end in ("cancel", "close"):
                 gone.clear()
                 sampling = asyncio.create_task(policy.complete([1], ONE))
@@ -258,21 +277,7 @@ def test_requests_can_be_cancelled_and_closing_fails_pending_ones(layout: RunLay
     asyncio.run(work())
 
 
-def test_a_wrong_clock_does_not_hide_a_running_sampler(layout: RunLayout) -> None:
-    async def work() -> None:
-        async with AsyncExitStack() as stack, open_sampler_pool(layout) as policy:
-            url = await stack.enter_async_context(fake(says(3)))
-            announce(layout, "sampler-0", url, time=time.time() - 3600)
-            sampling = asyncio.create_task(policy.complete([1], ONE))
-            await asyncio.sleep(0.1)
-            assert not sampling.done()  # it may have been dead for an hour
-            announce(layout, "sampler-0", url, time=time.time() - 3599)
-            assert (await asyncio.wait_for(sampling, 60)).tokens == [3]
-
-    asyncio.run(work())
-
-
-def test_with_random_sampler_failures_requests_are_completed(layout: RunLayout) -> None:
+def test_with_random_sampler_failures_requests_are_completed(member: RunMember) -> None:
     seed = random.randrange(1 << 30)
     print("seed", seed)
     rng = random.Random(seed)
@@ -288,8 +293,8 @@ def test_with_random_sampler_failures_requests_are_completed(layout: RunLayout) 
         return answer
 
     async def work() -> None:
-        async with AsyncExitStack() as stack, open_sampler_pool(layout, deadline_s=20) as policy:
-            await serve(stack, layout, *(unsteady(number) for number in range(3)))
+        async with AsyncExitStack() as stack, open_sampler_pool(member, deadline_s=20) as policy:
+            await serve(stack, member, policy, *(unsteady(number) for number in range(3)))
             asking = [policy.complete([n], ONE, session=str(n % 7)) for n in range(100)]
             found = await asyncio.gather(*asking, return_exceptions=True)
             lost = [each for each in found if isinstance(each, SamplersUnavailable)]
@@ -300,8 +305,9 @@ def test_with_random_sampler_failures_requests_are_completed(layout: RunLayout) 
     asyncio.run(work())
 
 
-def test_the_sampler_token_is_created_once_and_is_private(layout: RunLayout) -> None:
-    assert sampler_token(layout) == sampler_token(layout)
-    assert len(sampler_token(layout)) == 48
-    (file,) = layout.root.glob("sampler.token")
-    assert file.stat().st_mode & 0o077 == 0
+def test_the_tokens_of_a_run_are_private_and_differ(service: RunService, member: RunMember) -> None:
+    token = run_token(service.layout)
+    assert run_token(service.layout) == token
+    assert service.layout.service_token.stat().st_mode & 0o077 == 0
+    assert len(member.info.sampler_token) == 48
+    assert member.info.sampler_token != token

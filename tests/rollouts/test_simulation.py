@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from etude.rollouts.queue import IN_FLIGHT, RolloutQueue, StaleClaim
+from etude.rollouts.queue import RolloutQueue, StaleClaim
+from etude.rollouts.queue_reader import IN_FLIGHT_STATES
 from etude.rollouts.queue_records import ReadyGroup, Slot
 from etude.rollouts.settings import QueueSettings
 
@@ -111,7 +112,7 @@ class World:
             self.later(self.rng.uniform(0.5, 2.0), lambda: self.work(name))
             return
         counts = self.queue.counts()
-        assert sum(counts.get(state, 0) for state in IN_FLIGHT) <= self.settings.in_flight
+        assert sum(counts.get(state, 0) for state in IN_FLIGHT_STATES) <= self.settings.in_flight
         self.roll(name, slot, self.version, self.rng.randint(1, 6))
 
     def roll(self, name: str, slot: Slot, oldest: int, turns: int) -> None:

@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import random
+import sqlite3
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +22,7 @@ import pytest
 import tomli_w
 from hypothesis import given
 from hypothesis import strategies as st
+from run_services import FakeStatuses
 
 from etude.files import write_atomically
 from etude.recipe.recipe import load_recipe
@@ -30,7 +32,6 @@ from etude.rollouts.queue_records import ReadyGroup, Slot
 from etude.rollouts.settings import QueueSettings, evaluation_queue
 from etude.runs.layout import RunLayout
 from etude.runs.run import Run
-from etude.runs.service_status import write_status
 from etude_nano.source import generate_nano
 
 SETTINGS = QueueSettings(
@@ -188,7 +189,7 @@ def orchestrator_of(directory: Path, max_staleness: int, samplers: int = 1) -> O
         RolloutQueue(layout.slots, recipe.rl),
         RolloutQueue(layout.evaluations, evaluation_queue(recipe.rl, 1)),
     )
-    return Orchestrator(run, recipe.rl, layout, queue, evaluations, tasks, 0, lambda *_: None)
+    return Orchestrator(run, recipe.rl, layout, queue, evaluations, FakeStatuses(), tasks, 0, lambda *_: None)
 
 
 def test_a_claim_records_the_oldest_step_it_can_be_sampled_with(tmp_path: Path) -> None:
@@ -199,7 +200,7 @@ def test_a_claim_records_the_oldest_step_it_can_be_sampled_with(tmp_path: Path) 
     assert slot.oldest_step == 0  # unknown yet
     for version, step in ((1, 1), (2, 2), (7, 2)):  # the trainer went back to step 1 after the first of them
         orchestrator.queue.record_version(version, step)
-    write_status(orchestrator.layout, "sampler-0", version=7)
+    orchestrator.statuses.report("sampler-0", version=7)
     orchestrator.update_served_step()
     assert (slot := orchestrator.queue.claim("w", 0.0)) is not None
     assert slot.oldest_step == 2
@@ -211,7 +212,7 @@ def test_the_served_step_is_that_of_the_oldest_sampler(tmp_path: Path) -> None:
     found = []
     for versions in ({0: 3}, {1: 1}, {1: 2}):
         for number, version in versions.items():
-            write_status(orchestrator.layout, f"sampler-{number}", version=version)
+            orchestrator.statuses.report(f"sampler-{number}", version=version)
         orchestrator.update_served_step()
         slot = orchestrator.queue.claim("w", 0.0)
         found.append(slot and slot.oldest_step)
@@ -220,7 +221,7 @@ def test_the_served_step_is_that_of_the_oldest_sampler(tmp_path: Path) -> None:
 
 def test_no_more_groups_start_than_the_remaining_steps_need(tmp_path: Path) -> None:
     orchestrator = orchestrator_of(tmp_path, max_staleness=2)
-    write_status(orchestrator.layout, "sampler-0", version=99)
+    orchestrator.statuses.report("sampler-0", version=99)
     for step in range(4):
         orchestrator.start_groups(step)
         while (slot := orchestrator.queue.claim("w", 0.0)) is not None:
@@ -236,7 +237,7 @@ def test_the_last_groups_start_when_the_samplers_have_the_newest_weights(tmp_pat
     orchestrator = orchestrator_of(tmp_path, max_staleness)
     orchestrator.start_groups(0)
     assert orchestrator.queue.outstanding() == max_staleness
-    write_status(orchestrator.layout, "sampler-0", version=0)
+    orchestrator.statuses.report("sampler-0", version=0)
     orchestrator.start_groups(0)
     assert orchestrator.queue.outstanding() == max_staleness + 2
 
@@ -259,8 +260,8 @@ class Hardware:
 class NonWaitingQueue(RolloutQueue):
     """Takes a step as soon as enough groups are ready."""
 
-    def _choose(self, step: int) -> tuple[list[int], list[str]]:
-        return super()._choose(step)[0], []
+    def _choose(self, step: int, trainable: Sequence[sqlite3.Row]) -> tuple[list[int], list[str]]:
+        return super()._choose(step, trainable)[0], []
 
 
 @dataclass

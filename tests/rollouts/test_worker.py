@@ -10,11 +10,13 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from run_services import ServiceProcess, environment_of, facts_of, member_of, service_url, threaded_service
 from scripted_lines import CHECKPOINTING, LINES, OPTIONS, TASK, TEST, LinesPolicy, bind, lines_sampler
 from session_helpers import chatml
 
@@ -29,10 +31,10 @@ from etude.rl.settings import open_rl_run
 from etude.rollouts.queue import RolloutQueue
 from etude.rollouts.queue_records import Slot
 from etude.rollouts.rollout import RolloutOptions, rollout_seed, run_rollout
-from etude.rollouts.settings import QueueSettings
-from etude.rollouts.worker import QUEUES, Worker, WorkerConfig, main
+from etude.rollouts.settings import QUEUES, QueueName, QueueSettings, load_queues
+from etude.rollouts.worker import Worker, WorkerConfig, main
+from etude.runs.address import TOKEN_VARIABLE, choose_address, run_token
 from etude.runs.layout import RunLayout
-from etude.runs.service_status import read_status
 from etude.tasks.harbor import read_task, write_task
 
 TIMEOUT_S = 60.0
@@ -46,19 +48,18 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class PreparedRun:
-    """A run directory with its queues, as the orchestrator creates it."""
+    """A run directory with its queues, as the orchestrator creates it. The queues are those of the run service."""
 
     def __init__(self, path: Path, settings: QueueSettings, options: RolloutOptions = OPTIONS) -> None:
-        self.layout = RunLayout(path)
+        self.layout, self.settings = RunLayout(path), settings
         self.layout.make()
         self.queue = RolloutQueue(self.layout.slots, settings)
         self.evaluations = RolloutQueue(self.layout.evaluations, settings)
         self.task = write_task(path / "tasks/lines", TASK)
-        self.layout.tasks.write_text('{"train": {}, "held_out": {}}')
+        lines = {"lines": str(self.task.directory)}
+        self.layout.tasks.write_text(json.dumps({"train": lines, "held_out": lines}))
         self.config = WorkerConfig(
-            layout=self.layout,
-            queues={"training": settings, "evaluation": settings},
-            tasks={"training": {"lines": self.task.directory}, "evaluation": {"lines": self.task.directory}},
+            run="run",
             options={"training": options, "evaluation": replace(options, temperature=0.5)},
             rewards={"correctness": 1.0},
             seed=1,
@@ -75,8 +76,13 @@ class PreparedRun:
 @contextlib.asynccontextmanager
 async def working(run: PreparedRun, state: Path, policy: PolicyBase) -> Any:
     """Run a worker in this process; it must leave no pod."""
-    async with asyncio.timeout(TIMEOUT_S), open_fleet(state=state) as fleet:
-        worker = Worker("worker-0", run.config, fleet, bind(policy))
+    queues: dict[QueueName, QueueSettings] = {"training": run.settings, "evaluation": run.settings}
+    async with AsyncExitStack() as stack:
+        stack.enter_context(threaded_service(run.layout, queues))
+        member = stack.enter_context(member_of(run.layout))
+        await stack.enter_async_context(asyncio.timeout(TIMEOUT_S))
+        fleet = await stack.enter_async_context(open_fleet(state=state))
+        worker = Worker(member, run.config, fleet, bind(policy))
         running = asyncio.create_task(worker.run())
         try:
             yield worker, fleet
@@ -115,8 +121,10 @@ def test_evaluation_slots_come_before_training_slots(state: Path, tmp_path: Path
 
     async def work() -> None:
         run.config = replace(run.config, max_rollouts=2)
-        async with working(run, state, RecordingPolicy(version=7)):
+        async with working(run, state, RecordingPolicy(version=7)) as _:
             await until(lambda: run.queue.counts() == run.evaluations.counts() == {"ready": 2})
+            await until(lambda: (facts_of(run.layout, "worker-0") or {})["counts"] == {"finished": 4})
+            assert (facts_of(run.layout, "worker-0") or {})["held"] == []
 
     inside(work())
     sessions = list(dict.fromkeys(sampled))
@@ -133,10 +141,9 @@ def test_evaluation_slots_come_before_training_slots(state: Path, tmp_path: Path
             assert trace.facts["reward"]["total"] == 1.0
             assert trace.facts["set"] == ("training" if directory == "traces" else "evaluation")
         assert len({load_trace(run.layout.root / slot.trace).facts["seed"] for slot in group.slots}) == 2
-    status = read_status(run.layout, "worker-0")
+    status = facts_of(run.layout, "worker-0")
     assert status is not None
-    assert status["counts"] == {"finished": 4}
-    assert status["held"] == []
+    assert status["state"] == "ended"
 
 
 def test_reward_weights_can_change_during_a_run(state: Path, tmp_path: Path) -> None:
@@ -225,7 +232,7 @@ def test_a_worker_abandons_a_slot_claimed_by_another(state: Path, tmp_path: Path
         async with working(run, state, LinesPolicy(hook=hang)) as (worker, fleet):
             await until(lambda: fleet.local.pods and run.one().state == "running")
             assert run.queue.reconcile(time.time() + 100, 0)["lost"] == 1
-            other = run.queue.claim("other", time.time())
+            other = run.queue.claim("other", time.time() + 1000)
             assert other is not None
             await until(lambda: not worker.claims)
             run.queue.finish(other, {"total": 0.5}, "x", (0, 0))
@@ -243,7 +250,7 @@ def test_an_input_error_ends_the_worker_and_is_no_failure_of_the_slot(state: Pat
         async with working(run, state, LinesPolicy()) as (worker, _):
             await until(lambda: worker._stop.is_set())
 
-    with pytest.raises(InputError, match="there is no task unknown"):
+    with pytest.raises(InputError, match="there is no task unknown in the training set"):
         inside(work())
     assert (run.one().state, run.failures()) == ("queued", 0)
 
@@ -253,13 +260,14 @@ def test_unneeded_snapshots_are_removed(tmp_path: Path, state: Path, monkeypatch
     run = PreparedRun(tmp_path, SINGLE)
 
     async def work() -> None:
+        async with open_fleet(state=state) as fleet, await fleet.create("host") as pod:
+            snapshots = [await pod.snapshot(), await pod.snapshot()]
+        run.queue.add([("lines", 0)])
+        slot = run.queue.claim("other", time.time())
+        assert slot is not None
+        run.queue.checkpoint(slot, {"snapshot": snapshots[0].id}, time.time())
         async with working(run, state, LinesPolicy()) as (_, fleet):
-            async with await fleet.create("host") as pod:
-                snapshots = [await pod.snapshot(), await pod.snapshot()]
-            run.queue.add([("lines", 0)])
-            slot = run.queue.claim("other", time.time())
-            assert slot is not None
-            run.queue.checkpoint(slot, {"snapshot": snapshots[0].id}, time.time())
+            assert fleet.local is not None
             await until(lambda: [one.snapshot for one in fleet.local.store.snapshots()] == [snapshots[0]])
             await asyncio.sleep(0.3)
             assert [one.snapshot.id for one in fleet.local.store.snapshots()] == [snapshots[0].id]
@@ -315,6 +323,7 @@ class ForkedWorker:
     """A worker process, forked before there are threads and with all modules loaded; it starts with `begin`."""
 
     def __init__(self, layout: RunLayout) -> None:
+        choose_address(layout)
         reader, self.writer = os.pipe()
         parent = os.getpid()
         self.pid = os.fork()
@@ -327,7 +336,8 @@ class ForkedWorker:
                     log = os.open(layout.logs / "worker.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
                     os.dup2(log, 1)
                     os.dup2(log, 2)
-                    status = main([str(layout.run), "--name", "worker-0"])
+                    os.environ[TOKEN_VARIABLE] = run_token(layout)
+                    status = main(["--service", service_url(layout), "--name", "worker-0", "--max-rollouts", "4"])
             finally:
                 os._exit(status)
         os.close(reader)
@@ -381,7 +391,7 @@ def test_a_killed_worker_continues_after_its_restart_to_the_same_tokens(state: P
             let_go.wait(TIMEOUT_S)
 
     first, second = ForkedWorker(layout), ForkedWorker(layout)
-    with lines_sampler(layout, hang) as requests:
+    with threaded_service(layout, load_queues(layout)), lines_sampler(layout, hang) as requests:
         first.begin()
         wait(layout, lambda: requests.count(3) == 2)
         assert first.end(signal.SIGKILL) == -signal.SIGKILL
@@ -425,7 +435,7 @@ def test_on_sigterm_a_worker_releases_its_slots_and_leaves_no_pod(tmp_path: Path
             ended.wait(TIMEOUT_S)
 
     first, second = ForkedWorker(layout), ForkedWorker(layout)
-    with lines_sampler(layout, hang) as requests:
+    with threaded_service(layout, load_queues(layout)), lines_sampler(layout, hang) as requests:
         first.begin()
         wait(layout, lambda: requests.count(2) == 2)
         assert first.end(signal.SIGTERM) == 0
@@ -452,15 +462,27 @@ async def stop_zygote(layout: RunLayout) -> None:
 @pytest.mark.slow
 def test_a_worker_starts_from_its_command_line(tmp_path: Path) -> None:
     layout, queue = make_run(tmp_path / "run")
-    command = [sys.executable, "-m", "etude.rollouts.worker", str(layout.run), "--name", "worker-0"]
-    with lines_sampler(layout), subprocess.Popen(command) as process:
-        wait(layout, lambda: queue.counts() == {"ready": 2})
-        status = read_status(layout, "worker-0")
-        assert status is not None
-        assert status["pid"] == process.pid
-        process.terminate()
-        assert process.wait(TIMEOUT_S) == 0
-    assert shut(layout) == ([], [])
-    refused = subprocess.run([*command[:3], str(tmp_path), *command[4:]], capture_output=True, text=True)
-    assert refused.returncode == 2
-    assert "is not a run" in refused.stderr
+    with ServiceProcess(layout) as service:
+        service.client(patience_s=60).close()
+        command = [
+            sys.executable,
+            "-m",
+            "etude.rollouts.worker",
+            "--service",
+            service_url(layout),
+            "--name",
+            "worker-0",
+            "--max-rollouts",
+            "4",
+        ]
+        with lines_sampler(layout), subprocess.Popen(command, env=environment_of(layout)) as process:
+            wait(layout, lambda: queue.counts() == {"ready": 2})
+            wait(layout, lambda: (facts_of(layout, "worker-0") or {})["pid"] == process.pid)
+            process.terminate()
+            assert process.wait(TIMEOUT_S) == 0
+        assert shut(layout) == ([], [])
+        wrong = subprocess.run(
+            command, env={**os.environ, TOKEN_VARIABLE: "x" * 20}, capture_output=True, text=True, timeout=TIMEOUT_S
+        )
+        assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1)
+        assert "the token is wrong" in wrong.stderr

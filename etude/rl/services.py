@@ -1,0 +1,75 @@
+"""The services of the stages `rl` and `evaluation`: their programs, their resources, and where they may run."""
+
+from etude.cluster.cluster import Cluster, Node, Resources, ServiceSpec
+from etude.cluster.settings import ClusterSettings
+from etude.cluster.supervisor import ServiceSupervisor
+from etude.inference.backends.launch import sampler_arguments
+from etude.rl.settings import RlSettings
+from etude.rollouts.settings import EvaluationSessions
+from etude.runs.address import service_environment
+from etude.runs.layout import RunLayout
+
+TRAINER, SAMPLER, WORKER, SIBLINGS = "trainer", "sampler", "worker", "siblings"
+
+
+def add_rl_services(
+    supervisor: ServiceSupervisor, layout: RunLayout, settings: RlSettings, options: ClusterSettings, url: str
+) -> None:
+    """Add the trainer, the samplers, the workers and, if the curriculum makes siblings, the process that makes them.
+
+    `url` is that of the run service.
+    """
+    gpus = gpus_of(settings.device, supervisor.cluster)
+    trainer = ServiceSpec(
+        TRAINER,
+        "etude.rl.trainer_process",
+        (str(layout.run),),
+        finishes=True,
+        where="run",
+        resources=options.trainer.resources(gpus),
+        ranks=settings.parallel.processes,
+    )
+    supervisor.add(trainer)
+    replays = settings.estimator.replay
+    add_session_services(supervisor, layout, settings, options, url, first_gpu=trainer.ranks, routing=replays)
+    if settings.curriculum.siblings:
+        supervisor.add(ServiceSpec(SIBLINGS, "etude.rl.sibling_process", (str(layout.run),)))
+
+
+def add_session_services(
+    supervisor: ServiceSupervisor,
+    layout: RunLayout,
+    settings: RlSettings | EvaluationSessions,
+    options: ClusterSettings,
+    url: str,
+    first_gpu: int = 0,
+    routing: bool = False,
+) -> None:
+    """Add samplers, and workers on every node. On one machine the samplers take its GPUs from `first_gpu` on.
+
+    `routing` is whether the trainer replays the experts that the samplers chose.
+    """
+    environment = service_environment(layout)
+
+    def anywhere(name: str, module: str, resources: Resources, *arguments: str, node: str = "") -> ServiceSpec:
+        known = ("--service", url, "--name", name, *arguments)
+        return ServiceSpec(name, module, known, environment, where="anywhere", node=node, resources=resources)
+
+    sampler = settings.sampler
+    gpus = 0 if sampler.urls else sampler.tensor_parallel * gpus_of(sampler.device, supervisor.cluster)
+    resources = options.sampler.resources(gpus)
+    for number in range(sampler.count):
+        more = sampler_arguments(sampler, number, first_gpu, routing=routing)
+        supervisor.add(anywhere(f"{SAMPLER}-{number}", "etude.inference.sampler_process", resources, *more))
+    needed = options.worker.resources(having=options.worker_resource)
+
+    def worker(name: str, node: Node, count: int) -> ServiceSpec:
+        share = ("--max-rollouts", str(-(-settings.in_flight // count)))
+        return anywhere(name, "etude.rollouts.worker", needed, *share, node=node.id)
+
+    supervisor.add_on_nodes(WORKER, options.workers_per_node or settings.workers, needed, worker)
+
+
+def gpus_of(device: str, cluster: Cluster) -> int:
+    """Return how many GPUs a process on this device is given; "auto" is one if the cluster has any."""
+    return int(device == "cuda" or (device == "auto" and cluster.assigns_gpus))

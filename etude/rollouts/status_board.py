@@ -1,0 +1,88 @@
+"""The statuses that the services of a run have reported, and what workers need to know of samplers."""
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from etude.runs.layout import RunLayout
+from etude.runs.service_status import SAMPLER, read_copy
+
+SILENT_S = 10.0  # samplers report every second, on a busy machine later: one that is silent for longer gets no requests
+SHOWN = ("url", "pid", "host", "state", "version", "waiting_for", "problem")  # of a sampler, to workers
+
+
+class Bell:
+    """Lets requests wait for something; the one that has waited longest is woken first."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    async def wait(self, timeout_s: float) -> None:
+        """Return when the bell rings for this request, or after the timeout."""
+        future = asyncio.get_running_loop().create_future()
+        self._waiting.append(future)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await future
+        except TimeoutError:
+            pass
+        finally:
+            if not future.done() or future.cancelled():
+                self._waiting.remove(future) if future in self._waiting else None
+
+    def ring(self, count: int | None = None) -> None:
+        """Wake the `count` requests that have waited longest; without a count, all."""
+        for _ in range(len(self._waiting) if count is None else min(count, len(self._waiting))):
+            future = self._waiting.popleft()
+            if not future.done():
+                future.set_result(None)
+
+
+@dataclass
+class StatusBoard:
+    """The last status of every service, each with the `time` at which it arrived."""
+
+    statuses: dict[str, dict[str, Any]] = field(default_factory=dict)
+    samplers: dict[str, dict[str, Any]] = field(default_factory=dict)  # what workers see of the samplers
+    sampler_changes: int = 1  # grows when that changes
+    changed: Bell = field(default_factory=Bell)
+
+    @classmethod
+    def restored(cls, layout: RunLayout) -> Self:
+        """Return the statuses that a run service before this one wrote last."""
+        return cls({name: each.facts for name, each in read_copy(layout).items()})
+
+    def report(self, name: str, facts: dict[str, Any], now: float) -> None:
+        self.statuses[name] = {**facts, "time": now}
+        if facts.get("kind") == SAMPLER:
+            self._show(name, {key: facts.get(key) for key in SHOWN})
+
+    def forget(self, name: str) -> None:
+        self.statuses.pop(name, None)
+        self._show(name, None)
+
+    def expire(self, now: float) -> None:
+        """Show samplers that have not reported for a while as silent."""
+        for name, shown in list(self.samplers.items()):
+            age = now - self.statuses[name]["time"]
+            if age > SILENT_S and shown["state"] == "ready":
+                self._show(name, {**shown, "state": "silent", "waiting_for": f"no status for {age:.0f} s"})
+
+    def ages(self, now: float) -> dict[str, dict[str, Any]]:
+        """Return the statuses, each with its age in seconds."""
+        return {name: {**facts, "age_s": now - facts["time"]} for name, facts in sorted(self.statuses.items())}
+
+    def end(self) -> None:
+        """Mark every service as ended."""
+        self.statuses = {name: {**facts, "state": "ended", "waiting_for": ""} for name, facts in self.statuses.items()}
+
+    def _show(self, name: str, shown: dict[str, Any] | None) -> None:
+        if self.samplers.get(name) != shown:
+            self.samplers = {key: each for key, each in self.samplers.items() if key != name}
+            self.samplers |= {name: shown} if shown is not None else {}
+            self.sampler_changes += 1
+            self.changed.ring()
