@@ -11,6 +11,8 @@ import typer
 from rich.table import Table
 
 from etude.errors import InputError, Interrupted
+from etude.pods.cli.options import PodHosts, pod_settings
+from etude.pods.settings import PodSettings
 from etude.system.terminal import Console
 from etude.tasks.cli import Maps, State, host_settings_from_options
 
@@ -70,6 +72,9 @@ def build(
         float,
         typer.Option(min=0, max=1, help="Least share of dropped hunks and stubbed functions that tests notice."),
     ] = 0.75,
+    min_fully_noticed: Annotated[
+        float, typer.Option(min=0, max=1, help="Least share of tasks whose tests notice every one of these.")
+    ] = 0.8,
     prompts: Annotated[
         Literal["terse", "full"], typer.Option(help="Requests as people write them, or over-specified ones.")
     ] = "terse",
@@ -79,11 +84,13 @@ def build(
     split: SplitAt = "",
     jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Number of concurrent changes.")] = 2,
     index_url: Annotated[
-        str, typer.Option(help="Index that Python packages come from; default: PyPI.", show_default=False)
+        str,
+        typer.Option(help="Index of Python packages; default: that of pip on this host.", show_default=False),
     ] = "",
     maps: Maps = None,
     allow: SetupHosts = None,
     state: State = None,
+    pod_hosts: PodHosts = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the yields as JSON instead of a table.")] = False,
 ) -> None:
     """Make benchmark tasks from the changes in a repository's history."""
@@ -103,6 +110,7 @@ def build(
         limit_commits=limit_commits,
         limits=MiningLimits(min_lines=min_lines, max_lines=max_lines, min_files=min_files),
         min_noticed=min_noticed,
+        min_fully_noticed=min_fully_noticed,
         prompts=prompts,
         logs=logs,
         jobs=jobs,
@@ -114,21 +122,21 @@ def build(
     installing = install_options(images, tuple(allow or ()), index_url)
     history = open_history(repository)
     try:
-        report = asyncio.run(_work(history, options, installing, state))
+        report = asyncio.run(_work(history, options, installing, state, pod_settings(pod_hosts)))
     except KeyboardInterrupt:
         raise Interrupted("interrupted; run the same command again to resume") from None
     print(json.dumps(report.as_json())) if as_json else print_report(report)
 
 
 async def _work(
-    history: History, options: MiningOptions, installing: InstallOptions, state: Path | None
+    history: History, options: MiningOptions, installing: InstallOptions, state: Path | None, pods: PodSettings
 ) -> MiningReport:
     from etude.pods.fleet import open_fleet
     from etude.system.progress import progress_line
     from etude.tasks.mining.install_parent import default_installer, mining_host_settings
     from etude.tasks.mining.report import build_benchmark
 
-    async with open_fleet(state=state) as fleet:
+    async with open_fleet(pods=pods, state=state) as fleet:
         host_settings = await mining_host_settings(fleet, dict(installing.images))
         with progress_line("build") as show:
             return await build_benchmark(fleet, history, options, default_installer(installing), host_settings, show)

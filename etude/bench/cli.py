@@ -24,6 +24,8 @@ from etude.harness.model_options import (
     Window,
     session_changes,
 )
+from etude.pods.cli.options import PodHosts, pod_settings
+from etude.pods.settings import PodSettings
 from etude.system.cores import usable_cores
 from etude.system.terminal import Console, say
 from etude.tasks.cli import Allow, BuildAllow, Maps, State, Variables, host_settings_from_options
@@ -187,6 +189,7 @@ def run(
     allow: Allow = None,
     env: Variables = None,
     state: State = None,
+    pod_hosts: PodHosts = None,
 ) -> None:
     """Compare policies on tasks. Each trial is a session in a pod, scored by the task's verifier."""
     from etude.bench.directory import BenchDirectory, BenchSpec, check_directory, find_named_tasks, probe_policies
@@ -224,7 +227,8 @@ def run(
     profiles = asyncio.run(probe_policies(bench, compared, changes))
     check_thinking_budgets(compared, {name: each.session.budget.max_turn_tokens for name, each in profiles.items()})
     spec = BenchSpec(compared, profiles, found, samples, host_settings, seed, token_prices)
-    summary, errors = _run(bench, spec, limits, resume, at_once or max(2, usable_cores()), device, state)
+    at_once, pods = at_once or max(2, usable_cores()), pod_settings(pod_hosts)
+    summary, errors = _run(bench, spec, limits, resume, at_once, device, state, pods)
     _show(summary, as_json)
     if not as_json:
         print(f"report: {bench.report}")
@@ -318,6 +322,7 @@ def _run(
     at_once: int,
     device: str,
     state: Path | None,
+    pods: PodSettings,
 ) -> tuple[dict[str, Any], list[str]]:
     """Run the missing trials; return the summary and the errors."""
     from etude.bench.directory import lock_directory
@@ -337,7 +342,7 @@ def _run(
             may_start=ledger.start_rule,
         )
         try:
-            errors = run_with_fleet([each.name for each in spec.policies], state, work)
+            errors = run_with_fleet([each.name for each in spec.policies], state, pods, work)
         except (KeyboardInterrupt, asyncio.CancelledError):
             write_outputs(bench)
             raise Interrupted("interrupted; the same command with --resume continues") from None

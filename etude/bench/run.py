@@ -37,6 +37,7 @@ from etude.files import write_atomically
 from etude.harness.search.searcher import open_searcher
 from etude.harness.trace_store import save_trace
 from etude.pods.fleet import Fleet, open_fleet
+from etude.pods.settings import PodSettings
 from etude.rollouts.queue import RolloutQueue
 from etude.rollouts.queue_records import Slot
 from etude.rollouts.rollout import Rollout, RolloutFailed, rollout_seed, run_rollout
@@ -84,7 +85,10 @@ StartRule = Callable[[str, RolloutQueue, Mapping[str, int]], bool]
 
 
 def run_with_fleet(
-    names: Sequence[str], state: Path | None, work: Callable[[Fleet, ProgressListener], Coroutine[Any, Any, T]]
+    names: Sequence[str],
+    state: Path | None,
+    pods: PodSettings,
+    work: Callable[[Fleet, ProgressListener], Coroutine[Any, Any, T]],
 ) -> T:
     """Run `work` with pods and a progress bar for each policy; return its result. SIGTERM cancels it."""
 
@@ -93,7 +97,7 @@ def run_with_fleet(
         assert main_task is not None
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, main_task.cancel)
         with show_progress(names) as report:
-            async with open_fleet(state=state) as fleet:
+            async with open_fleet(pods=pods, state=state) as fleet:
                 return await work(fleet, report)
 
     return asyncio.run(run())

@@ -35,6 +35,8 @@ from etude.harness.model_options import (
     Window,
     session_changes,
 )
+from etude.pods.cli.options import PodHosts, pod_settings
+from etude.pods.settings import PodSettings
 from etude.system.cores import usable_cores
 from etude.system.terminal import say
 from etude.tasks.cli import Allow, BuildAllow, Maps, State, Variables, host_settings_from_options
@@ -133,6 +135,7 @@ def sessions(
     allow: Allow = None,
     env: Variables = None,
     state: State = None,
+    pod_hosts: PodHosts = None,
 ) -> None:
     """Collect sessions that solve tasks, as data for SFT: the source sessions:DIR of a corpus of conversations.
 
@@ -170,7 +173,7 @@ def sessions(
     found, host_settings = find_named_tasks(tasks, limit), host_settings_from_options(maps, build_allow, allow, env)
     profiles = asyncio.run(probe_policies(bench, [chosen], changes))
     spec = BenchSpec((chosen,), profiles, found, samples, host_settings, seed)
-    summary, error = _collect(bench, spec, limits, writer, at_once or max(2, usable_cores()), device, state)
+    summary, error = _collect(bench, spec, limits, writer, at_once, device, state, pod_settings(pod_hosts))
     if as_json:
         print(json.dumps(summary))
     else:
@@ -197,19 +200,21 @@ def _collect(
     spec: BenchSpec,
     limits: CollectionLimits,
     writer: RowWriter,
-    at_once: int,
+    at_once: int | None,
     device: str,
     state: Path | None,
+    pods: PodSettings,
 ) -> tuple[dict[str, Any], EtudeError | None]:
     """Run the missing sessions and write the accepted ones; return the summary and why the policy failed."""
     from etude.bench.directory import lock_directory
     from etude.bench.run import run_with_fleet
     from etude.bench.sessions import collect_sessions, write_sessions
 
+    at_once = at_once or max(2, usable_cores())
     collect = partial(collect_sessions, bench, spec, limits, at_once=at_once, device=device)
     with lock_directory(bench, spec, resume=True):
         try:
-            error = run_with_fleet([each.name for each in spec.policies], state, collect)
+            error = run_with_fleet([each.name for each in spec.policies], state, pods, collect)
         except (KeyboardInterrupt, asyncio.CancelledError):
             write_sessions(bench, writer, limits)
             raise Interrupted("interrupted; the same command continues") from None

@@ -1,17 +1,18 @@
-"""Resolve the image named by FROM. No image is pulled; public names map to images that can be made on this host:
+"""Resolve the image named by FROM. No image is pulled; public names map to images that can be made on the pods' host:
 
     python:3.11, python:3.11-slim, ...   the host's programs and its Python of that version, in a writable virtual
                                          environment with `python`, `pip` and `pytest` on PATH
     debian:*, ubuntu:*, host             the host's programs, if the host is Debian or Ubuntu
+    host-writable                        the host's programs with apt and dpkg, for RUN apt-get install; on this machine
     anything else                        an image of the store, chosen with `--map NAME=IMAGE`
 
-The host's /usr is read-only in all of these: a Dockerfile that installs Debian packages needs a real image.
+The host's /usr is read-only in the first two. Of several hosts, it is the system that most of them have.
 """
 
+import asyncio
 import os
 import re
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -22,9 +23,11 @@ from pathlib import Path
 from etude.errors import InputError
 from etude.globs import Globs
 from etude.pods.fleet import Fleet
+from etude.pods.images.builder import LayerBuilder
 from etude.pods.images.dockerfile import build
 from etude.pods.images.records import Image
 from etude.pods.images.trees import digest
+from etude.pods.images.writable_system import writable_system
 from etude.pods.pod import Egress
 
 PYTHON_PREFIX = "/srv/python"  # not below /usr or /opt, which belong to the host
@@ -65,19 +68,22 @@ def mapped_image(name: str, images: Mapping[str, str]) -> str | None:
 
 
 async def resolve_base_image(fleet: Fleet, name: str, host_settings: HostSettings, where: str) -> Image:
-    """Return the image that a FROM names. If the fleet has only remote hosts, it has no layers, only that name."""
+    """Return the image that a FROM names."""
     chosen, short_name = mapped_image(name, host_settings.images), short_image_name(name)
-    if chosen is None and (short_name == "host" or _host_provides(short_name)):
+    if chosen is None and (short_name == "host" or _host_provides(fleet, short_name)):
         chosen = "host"
     if chosen is not None:
-        return Image.of((), chosen, workdir="/work") if fleet.local is None else fleet.local.resolve(chosen)
-    if fleet.local is not None and (found := _PYTHON_NAME.fullmatch(short_name)) is not None:
-        version = host_python()
+        return await fleet.resolve(chosen)
+    if short_name == "host-writable":
+        return await writable_image(fleet, await fleet.resolve("host"))
+    if (found := _PYTHON_NAME.fullmatch(short_name)) is not None:
+        version = fleet.system.python
         if version and found[1] in (None, "3", version):
             return await python_image(fleet)
         has = f"Python {version}" if version else "no Python"
+        owner = "this host has" if fleet.local is not None else "the pod hosts have"
         raise InputError(
-            f"{where}: FROM {name}: this host has {has}; make an image with that Python "
+            f"{where}: FROM {name}: {owner} {has}; make an image with that Python "
             f"(`etude pods image add NAME ...`) and pass --map {name}=NAME"
         )
     raise InputError(
@@ -86,61 +92,44 @@ async def resolve_base_image(fleet: Fleet, name: str, host_settings: HostSetting
     )
 
 
-def _host_provides(short_name: str) -> bool:
-    return short_name.partition(":")[0] in ("debian", "ubuntu") and bool({"debian", "ubuntu"} & _host_distributions())
+def _host_provides(fleet: Fleet, short_name: str) -> bool:
+    names = {"debian", "ubuntu"}
+    return short_name.partition(":")[0] in names and bool(names.intersection(fleet.system.distributions))
 
 
-@cache
-def _host_distributions() -> frozenset[str]:
-    """Return ID and ID_LIKE of the host's /etc/os-release."""
-    try:
-        text = Path("/etc/os-release").read_text()
-    except OSError:
-        return frozenset()
-    found = re.findall(r"^(?:ID|ID_LIKE)=(.*)$", text, re.MULTILINE)
-    return frozenset(word for line in found for word in line.strip('"').split())
-
-
-@cache
-def host_python() -> str:
-    """Return the version (such as 3.11) of Python in the host image, or "" if it has none."""
-    program = "/usr/bin/python3"
-    if not os.path.exists(program):
-        return ""
-    code = "import sys; print('%d.%d' % sys.version_info[:2])"
-    done = subprocess.run([program, "-I", "-S", "-c", code], capture_output=True, text=True, timeout=30)
-    return done.stdout.strip()
+async def writable_image(fleet: Fleet, image: Image) -> Image:
+    """Return an image of the host's programs with writable system directories; InputError where that is impossible."""
+    if fleet.local is None:
+        raise InputError(
+            "host-writable consists of links to the host's own files, which are not sent to other hosts; make an image "
+            "with apt and dpkg (`etude pods image add NAME --debootstrap ...`) and use that"
+        )
+    return await asyncio.to_thread(writable_system, fleet.store, image)
 
 
 # ------------------------------------------------------------------------------------------------- Python image
 
 
 async def python_image(fleet: Fleet, packages: tuple[str, ...] = PACKAGES) -> Image:
-    """Return the host image plus a Python environment with copies of packages installed on this host.
+    """Return the host image plus a Python environment with copies of packages installed on this machine.
 
-    It is built once and stored under a name derived from its contents.
+    It is built once and has a name derived from its contents.
     """
-    if fleet.local is None:
-        raise InputError("images are built on the host that runs the pods, and this fleet has only remote hosts")
-    store = fleet.local.store
-    host = fleet.local.resolve("host")
+    host, version = await fleet.resolve("host"), fleet.system.python
     found = _with_dependencies(packages)
-    name = f"python-{host_python()}-{digest('python image 2', host.id, *found)[:16]}"
-    known = _python_images.get((str(store.root), name))
-    if known is not None:
+    name = f"python-{version}-{digest('python image 3', host.id, *found)[:16]}"
+    if (known := await fleet.known_image(name)) is not None:
         return known
-    try:
-        image = store.image(name)
-    except InputError:
+
+    async def work(builder: LayerBuilder) -> Image:
         with tempfile.TemporaryDirectory(prefix="etude-python-") as directory:
             context = Path(directory)
-            _write_build_context(context, found.values())
-            image = await build(fleet, store, context / "Dockerfile", context, {"host": host}, name=name)
-    _python_images[str(store.root), name] = image
+            await asyncio.to_thread(_write_build_context, context, found.values(), version)
+            return await build(builder, context / "Dockerfile", context, {"host": host}, name=name)
+
+    image = await fleet.build(name, work)
+    fleet.name_image(image)
     return image
-
-
-_python_images: dict[tuple[str, str], Image] = {}
 
 
 @cache
@@ -163,9 +152,8 @@ def _with_dependencies(names: tuple[str, ...]) -> dict[str, metadata.Distributio
     return {f"{name}=={found[name].version}": found[name] for name in sorted(found)}
 
 
-def _write_build_context(context: Path, distributions: Collection[metadata.Distribution]) -> None:
+def _write_build_context(context: Path, distributions: Collection[metadata.Distribution], version: str) -> None:
     """Write the files of the Python environment and the Dockerfile that copies them into an image."""
-    version = host_python()
     top = context / "python"
     packages = top / f"lib/python{version}/site-packages"
     packages.mkdir(parents=True)

@@ -25,6 +25,7 @@ from etude.harness.model_options import (
     Window,
     session_changes,
 )
+from etude.pods.cli.options import PodHosts, pod_settings
 from etude.pods.fleet import Fleet, open_fleet
 from etude.pods.pod import Egress
 from etude.system.terminal import Console, say
@@ -95,11 +96,11 @@ def find_all_tasks(directories: list[Path]) -> list[Path]:
     return found
 
 
-def with_fleet(state: Path | None, work: Callable[[Fleet], Coroutine[Any, Any, T]]) -> T:
-    """Run an async function with a fleet of pods on this host."""
+def with_fleet(state: Path | None, hosts: list[str] | None, work: Callable[[Fleet], Coroutine[Any, Any, T]]) -> T:
+    """Run an async function with a fleet of pods on this machine, or on the hosts of `--pod-host`."""
 
     async def inside() -> T:
-        async with open_fleet(state=state) as fleet:
+        async with open_fleet(pods=pod_settings(hosts), state=state) as fleet:
             return await work(fleet)
 
     return asyncio.run(inside())
@@ -234,6 +235,7 @@ def run(
     env: Variables = None,
     at_once: AtOnce = None,
     state: State = None,
+    pod_hosts: PodHosts = None,
     as_json: AsJson = False,
 ) -> None:
     """Run one trial of each task and show the rewards."""
@@ -247,7 +249,7 @@ def run(
     )
     chosen = ModelOptions(model, endpoint, key_env, session=changes)
     agent = model_agent(chosen) if model or endpoint else agent_by_name(agent_name)
-    rows = with_fleet(state, lambda fleet: runner.run(fleet, paths, agent))
+    rows = with_fleet(state, pod_hosts, lambda fleet: runner.run(fleet, paths, agent))
     if as_json:
         print(json.dumps(rows))
         return
@@ -273,6 +275,7 @@ def validate(
     env: Variables = None,
     at_once: AtOnce = None,
     state: State = None,
+    pod_hosts: PodHosts = None,
     as_json: AsJson = False,
 ) -> None:
     """Admit tasks for which doing nothing fails, the solution passes, reruns agree and nothing leaks the solution.
@@ -305,7 +308,7 @@ def validate(
             )
 
     try:
-        reports = with_fleet(state, work)
+        reports = with_fleet(state, pod_hosts, work)
     except KeyboardInterrupt:
         raise Interrupted("interrupted; run the same command again to resume") from None
     if as_json:

@@ -20,7 +20,7 @@ from etude.errors import EtudeError, InputError
 from etude.pods.fleet import Fleet
 from etude.pods.workspace import FileChange
 from etude.tasks.environment import TaskEnvironment
-from etude.tasks.false_tests import false_tests
+from etude.tasks.false_tests import can_have_false_tests, false_tests
 from etude.tasks.harbor import task_digest
 from etude.tasks.reward_file import Rewards
 from etude.tasks.task import TaskStep
@@ -165,6 +165,8 @@ async def find_false_tests(control: ControlRun) -> Mapping[str, bytes]:
     """Return the false tests of a task in this fleet; none if the reference solution is paid with them, or has no
     result: then they prove nothing."""
     environment, step = control.environment, control.step
+    if not can_have_false_tests(environment.task, step):
+        return {}
     known = _controls.setdefault(environment.fleet, _Controls())
     key = (task_digest(environment.task.directory), step.name if step else "", True)
     async with known.locks.setdefault(key, asyncio.Lock()):

@@ -52,7 +52,7 @@ ARTIFACTS = "/logs/artifacts"  # always collected
 LOG_DIRECTORIES = ("/logs/agent", "/logs/verifier", ARTIFACTS)
 FINAL_MESSAGE = "/logs/agent/final.txt"  # the session's final message, for tasks whose `carry` lists this file
 Baseline = Mapping[str, FileToCopy | None]  # initial files by path; None: of the image, not copied from this host
-_image_files: dict[tuple[str, str, tuple[str, ...]] | None, Baseline] = {}
+_image_files: dict[tuple[str, str, tuple[str, ...]], Baseline] = {}
 _MAX_IMAGES = 64
 # One lock per fleet and Dockerfile: the first of many tasks with the same Dockerfile builds it for all of them.
 _plan_locks: weakref.WeakKeyDictionary[Fleet, weakref.WeakValueDictionary[str, asyncio.Lock]]
@@ -141,8 +141,8 @@ class PreparedEnvironments:
         """Return a pod of a plan's prepared environment and its initial files; None if there is no snapshot of it."""
         if len(plan.files) < self.min_files:
             return None
-        image = plan.image.id if isinstance(plan.image, Image) else plan.image
-        key = (image, plan.workspace, plan.directories, plan.files, tuple(plan.env.items()), carry, options["storage"])
+        image, env = plan.image.id, tuple(plan.env.items())
+        key = (image, plan.workspace, plan.directories, plan.files, env, carry, options["storage"])
         lock = self._locks.setdefault(key, asyncio.Lock())
         for retry in (True, False):
             async with lock:
@@ -363,13 +363,10 @@ def _pod_options(
     A task names the resources that it needs. What an ordinary user cannot limit stays without a limit.
     """
     limits, storage = pod_limits(machine)
-    if fleet.local is not None:
-        possible = fleet.local.backend.capabilities.limits
-        limits = replace(limits, **{name: None for name in limits.specified() if name not in possible})
+    possible = fleet.possible_limits()
+    limits = replace(limits, **{name: None for name in limits.specified() if name not in possible})
     options: dict[str, Any] = {"limits": limits, "storage": storage}
     options["egress"] = _egress(phase.network or machine.network, settings, task)
-    if not isinstance(plan.image, Image):  # a name, which does not include the plan's variables
-        options["env"] = plan.env
     return options
 
 
@@ -453,7 +450,7 @@ async def _populate(pod: Pod, plan: ImagePlan, carry: tuple[str, ...]) -> Baseli
 
 async def _files_of_image(pod: Pod, plan: ImagePlan, carry: tuple[str, ...]) -> Baseline:
     """Return the files of the workspace and of carried paths in the image itself; listed once per image."""
-    key = (plan.image.id, plan.workspace, carry) if isinstance(plan.image, Image) else None
+    key = (plan.image.id, plan.workspace, carry)
     if key in _image_files:
         return _image_files[key]
     found: dict[str, None] = {}
@@ -477,10 +474,9 @@ async def _files_of_image(pod: Pod, plan: ImagePlan, carry: tuple[str, ...]) -> 
                 pending.append(f"{directory}/{info.name}")
         if len(found) > MAX_IMAGE_FILES:
             raise InputError(f"{plan.workspace} has over {MAX_IMAGE_FILES:,} files; choose a smaller WORKDIR")
-    if key is not None:
-        while len(_image_files) >= _MAX_IMAGES:
-            del _image_files[next(iter(_image_files))]
-        _image_files[key] = found
+    while len(_image_files) >= _MAX_IMAGES:
+        del _image_files[next(iter(_image_files))]
+    _image_files[key] = found
     return found
 
 

@@ -9,7 +9,7 @@ import random
 import re
 from collections.abc import Iterator
 
-from etude.tasks.checks.in_pods import read_checks
+from etude.tasks.checks.in_pods import has_checks
 from etude.tasks.checks.inside.probes import false_copy
 from etude.tasks.harbor import files_to_upload
 from etude.tasks.task import Task, TaskStep
@@ -19,10 +19,15 @@ MAX_BYTES = 1 << 20
 _rng = random.SystemRandom()
 
 
+def can_have_false_tests(task: Task, step: TaskStep | None) -> bool:
+    """Return whether a task may have false tests: its verifier is not ours and not in a separate environment."""
+    return (step or task).verifier_machine is None and not has_checks(task, step)
+
+
 def false_tests(task: Task, step: TaskStep | None) -> dict[str, bytes]:
     """Return the files of tests/ that have another expected value, by their paths in the pod; none for our verifiers,
     which have probes of their own, and for verifiers in a separate environment."""
-    if (step or task).verifier_machine is not None or read_checks(task, step) is not None:
+    if not can_have_false_tests(task, step):
         return {}
     return dict(_false_files(task, step))
 

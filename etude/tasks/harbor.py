@@ -134,15 +134,17 @@ def files_to_upload(task: Task, subdirectory: str, target: str, program: str = "
     top = task.directory
     ignored = Globs(read_patterns(str(top / ".harborignore")))
     found: list[FileToCopy] = []
-    for directory, names, files in os.walk(top / subdirectory):
+    base = os.path.join(top, subdirectory)
+    for directory, names, files in os.walk(base):  # of texts: it runs for every trial, and objects of Path are slow
         names.sort()
-        for name in sorted(files) + [name for name in names if Path(directory, name).is_symlink()]:
-            path = Path(directory, name)
-            inside = path.relative_to(top).as_posix()
+        below = directory[len(base) :].lstrip("/")
+        for each in sorted(files) + [name for name in names if os.path.islink(os.path.join(directory, name))]:
+            name = f"{below}/{each}" if below else each
+            inside = f"{subdirectory}/{name}"
             if not (_UPLOADED.match(inside) and ignored.matches(inside)):
-                name = path.relative_to(top / subdirectory).as_posix()
-                mode = path.lstat().st_mode & 0o7777
-                found.append(FileToCopy(path, f"{target}/{name}", mode | 0o111 if name == program else mode))
+                path = os.path.join(directory, each)
+                mode = os.lstat(path).st_mode & 0o7777
+                found.append(FileToCopy(Path(path), f"{target}/{name}", mode | 0o111 if name == program else mode))
     return found
 
 

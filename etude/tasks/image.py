@@ -12,6 +12,7 @@ from pathlib import Path
 from etude.errors import InputError
 from etude.pods.fleet import Fleet
 from etude.pods.host import DEFAULT_LIMITS
+from etude.pods.images.builder import LayerBuilder
 from etude.pods.images.context import FileToCopy
 from etude.pods.images.dockerfile import BuildPlan, plan
 from etude.pods.images.instructions import Instruction
@@ -27,9 +28,9 @@ __all__ = ["BuildFailed", "FileToCopy", "ImagePlan", "plan_image", "pod_limits"]
 
 @dataclass(frozen=True)
 class ImagePlan:
-    """Everything needed to make a pod for an environment/ directory. On remote hosts an image is known by its name."""
+    """Everything needed to make a pod for an environment/ directory."""
 
-    image: Image | str
+    image: Image
     workspace: str
     files: tuple[FileToCopy, ...] = ()
     directories: tuple[str, ...] = ()
@@ -56,20 +57,21 @@ async def plan_image(fleet: Fleet, context: Path, machine: MachineSpec, host_set
     if workspace == "/":
         raise InputError(f"{context}: the workspace is /, the whole machine; set WORKDIR or environment.workdir")
     image = made.image.with_(env=env, workdir=workspace)
-    if fleet.local is None and image.user not in ("", "root", "0"):
-        raise InputError(f"{file}: USER is {image.user}; remote hosts use their images unchanged, as root")
-    chosen = image if fleet.local is not None else image.name
-    return ImagePlan(chosen, workspace, made.files, made.directories, env)
+    return ImagePlan(image, workspace, made.files, made.directories, env)
 
 
 async def _plan_dockerfile(fleet: Fleet, file: Path, machine: MachineSpec, host_settings: HostSettings) -> BuildPlan:
     async def find(name: str, step: Instruction) -> Image:
         return await resolve_base_image(fleet, name, host_settings, step.where)
 
-    store = fleet.local.store if fleet.local is not None else None
-    planning = plan(fleet, store, file, file.parent, find, host_settings.build_egress)
+    async def work(builder: LayerBuilder) -> BuildPlan:
+        return await plan(builder, file, file.parent, find, host_settings.build_egress)
+
     try:
-        return await asyncio.wait_for(planning, machine.build_timeout_s)
+        key = file.read_text(encoding="utf-8", errors="replace")
+        return await asyncio.wait_for(fleet.build(key, work), machine.build_timeout_s)
+    except OSError as error:
+        raise InputError(f"{file}: cannot be read ({error})") from None
     except TimeoutError:
         raise BuildFailed(f"{file}: build took over {machine.build_timeout_s:g} s (build_timeout_sec)") from None
     except PodError as error:

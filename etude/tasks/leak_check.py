@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from etude.pods.fleet import Fleet
-from etude.pods.payload import pack
+from etude.pods.payload import START, pack
 from etude.pods.workspace import FileChange
 from etude.syntax import parse_tree
 from etude.tasks.base_images import HostSettings
@@ -85,10 +85,13 @@ async def find_leaks(
     found = list(_network_findings(task, settings))
     async with open_environment(fleet, task, host_settings=settings) as environment:
         request = json.dumps(scan_request(environment.workspace, changes)).encode()
-        await environment.pod.write("/run/leak_scan.pyz", pack("etude.tasks.leak_scan:main").data)
-        command = ["python3", "-I", "-S", "/run/leak_scan.pyz"]
+        command = ["python3", "-I", "-S", "-c", START, "leak_scan"]
         done = await environment.pod.exec(
-            command, stdin=request, timeout=4 * SCAN_TIMEOUT_S, max_output=1 << 22, user="root"
+            command,
+            stdin=pack("etude.tasks.leak_scan:main") + request,
+            timeout=4 * SCAN_TIMEOUT_S,
+            max_output=1 << 22,
+            user="root",
         )
     if done.exit_code == 127:
         return (*found, LeakFinding("not-searched", "the image has no python3 to run the leak scan with"))

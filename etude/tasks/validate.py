@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from etude.errors import InputError
+from etude.files import user_cache
 from etude.pods.fleet import Fleet
 from etude.pods.workspace import FileChange
 from etude.system.cores import usable_cores
@@ -246,9 +247,8 @@ def settings_key(host_settings: HostSettings | None, reruns: int) -> str:
 
 
 def default_validation_cache() -> Path:
-    """Return the directory of cached reports, below $XDG_CACHE_HOME or ~/.cache."""
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "etude" / "validated"
+    """Return the directory of cached reports."""
+    return user_cache("validated")
 
 
 async def validate_all(

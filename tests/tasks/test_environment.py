@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import socket
 import threading
 from collections.abc import Callable, Coroutine
@@ -15,7 +16,6 @@ import pytest
 from etude.errors import InputError
 from etude.pods import Fleet, open_fleet
 from etude.pods.pod import Egress, Pod, PodFileError, PodGone, Unsupported
-from etude.pods.remote.client import RemoteHostClient
 from etude.pods.workspace import FileChange, FileState, apply_to_pod
 from etude.tasks.base_images import HostSettings, mapped_image, short_image_name
 from etude.tasks.environment import (
@@ -28,7 +28,7 @@ from etude.tasks.environment import (
 from etude.tasks.harbor import write_task
 from etude.tasks.image import BuildFailed, pod_limits
 from etude.tasks.task import MachineSpec, Task
-from tests.pods.serving import TOKEN, server
+from tests.pods.serving import server, settings_of
 
 CONFIG = 'schema_version = "1.4"\n[environment]\nnetwork_mode = "no-network"\n'
 
@@ -268,30 +268,51 @@ COPY late.txt .
     asyncio.run(go())
 
 
-def test_remote_hosts_need_a_build_only_for_run(tmp_path: Path) -> None:
-    plain = make_task(
-        tmp_path / "plain", "FROM host\nENV A=b\nWORKDIR /srv/app\nCOPY x y f/\nCOPY y f/x\n", x="x", y="y"
-    )
-    built = make_task(tmp_path / "built", "FROM host\nWORKDIR /work\nRUN true\n")
+REMOTE = """
+FROM python:3
+RUN echo app:x:700:700::/:/bin/sh >> /etc/passwd && mkdir -p /srv/app/d
+RUN cd /srv/app && echo built > made && ln -s d l
+ENV A=b
+USER app
+WORKDIR /srv/app
+COPY x y f/
+COPY y f/x
+COPY x l
+"""
 
-    async def go(url: str) -> None:
-        client = await RemoteHostClient.open(url, TOKEN)
-        fleet = Fleet([client])
-        client.fleet = fleet
-        await fleet.start()
-        try:
-            async with open_environment(fleet, plain) as environment:
-                done = await environment.pod.exec("pwd; cat f/*; echo $A", cwd=environment.workspace)
-                assert done.stdout == "/srv/app\nyyb\n"
-                assert set(environment.baseline) == {"f/x", "f/y"}
-            with pytest.raises(InputError, match=r"Dockerfile:3: RUN: must be built.* only remote hosts"):
-                async with open_environment(fleet, built):
-                    pass
-        finally:
-            await fleet.close()
 
+def test_environments_on_remote_hosts_are_those_of_this_machine(tmp_path: Path) -> None:
+    task = make_task(tmp_path / "task", REMOTE, x="x", y="y")
+
+    async def check(fleet: Fleet, **options: Any) -> tuple[str, list[str], str]:
+        async with open_environment(fleet, task, **options) as environment:
+            command = "pwd; cat f/* made d/x; echo $A; id -u; pytest --version"
+            done = await environment.pod.exec(command, cwd=environment.workspace)
+            await environment.pod.write("/srv/app/f/y", "changed")
+            assert [change.path for change in await environment.changes()] == ["f/y"]
+            checkpoint = await environment.checkpoint()
+        async with open_environment(fleet, task, checkpoint=checkpoint) as again:
+            assert [change.path for change in await again.changes()] == ["f/y"]
+        await fleet.remove_snapshot(checkpoint.snapshot.id)
+        return done.stdout, sorted(environment.baseline), environment.plan.image.id
+
+    async def work(url: str) -> None:
+        async with open_fleet() as fleet:
+            here = await check(fleet)
+        async with open_fleet(pods=settings_of(url), state=tmp_path / "state") as fleet:
+            assert await check(fleet) == here
+            async with PreparedEnvironments(fleet) as prepared:
+                await prepared.keep_warm(task, 1)
+                assert await check(fleet, prepared=prepared) == here
+                assert len(prepared.snapshots) == 1
+            assert fleet.pools == {}
+        assert here[0].startswith("/srv/app\nyybuilt\nxb\n700\npytest"), here
+        assert here[1] == ["d/x", "f/x", "f/y", "l", "made"]
+
+    if os.geteuid():
+        pytest.skip("without root a pod has one user")
     with server() as running:
-        asyncio.run(go(running.url))
+        asyncio.run(work(running.url))
 
 
 def test_what_an_agent_installed_elsewhere_does_not_hide_its_changes(tmp_path: Path) -> None:

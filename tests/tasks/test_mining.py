@@ -12,7 +12,9 @@ from typer.testing import CliRunner
 from etude.bench.cli import app
 from etude.errors import InputError
 from etude.pods import Fleet, open_fleet
-from etude.tasks.base_images import host_python, python_image
+from etude.pods.host_system import host_system
+from etude.pods.workspace import FileState
+from etude.tasks.base_images import python_image
 from etude.tasks.harbor import find_tasks, read_task, task_digest
 from etude.tasks.installation.dependencies import dependency_digest
 from etude.tasks.installation.result import Installation, InstallationFailed
@@ -33,16 +35,14 @@ LIMITS = MiningLimits(min_lines=1)
 
 async def install_by_hand(fleet: Fleet, snapshot: RepositorySnapshot) -> Installation:
     """Install a repository without dependencies: the Python image with its files, and an ignored file of a build."""
-    assert fleet.local is not None
-    store, base = fleet.local.store, await python_image(fleet)
     digest = dependency_digest(snapshot)
-    image = with_files(store, base, snapshot.files).named(f"by-hand-{digest[:16]}")
-    store.add_image(image)
+    image = with_files(fleet.store, await python_image(fleet), snapshot.files).named(f"by-hand-{digest[:16]}")
+    await fleet.keep_image(image)
     return Installation(
         repository=snapshot.name,
         commit=snapshot.commit,
         script="",
-        base=f"python:{host_python()}",
+        base=f"python:{host_system().python}",
         image=image.name,
         test_command="python -m pytest -q",
         framework="pytest",
@@ -209,7 +209,9 @@ def test_tests_of_other_languages_run_with_their_own_command(tmp_path: Path) -> 
     new = old.replace("{total}", "{total, mean}") + "test('nothing', () => assert.equal(total([]) + mean([]), 0));\n"
     history = GitHistory(tmp_path / "price")
     package = '{"name": "price", "version": "1.0.0", "type": "module", "scripts": {"test": "node --test"}}\n'
-    history.commit("Start", {"package.json": package, "lib/price.js": code, "test/price.test.js": old})
+    other = head + "test('never ends', () => new Promise(() => setInterval(() => {}, 1000)));\n"
+    start = {"package.json": package, "lib/price.js": code, "test/price.test.js": old, "test/other.test.js": other}
+    history.commit("Start", start)
     history.commit("total() of nothing is 0", {"lib/price.js": fixed, "test/price.test.js": new})
 
     async def install_node(fleet: Fleet, snapshot: RepositorySnapshot) -> Installation:
@@ -237,13 +239,61 @@ def test_tests_of_other_languages_run_with_their_own_command(tmp_path: Path) -> 
     assert report.reasons["task"] == 1, (tmp_path / "tasks/.build/journal.jsonl").read_text()
     task = read_task(next(iter(find_tasks(tmp_path / "tasks"))))
     assert "mean(items, empty = 0)" in task.instruction
+    assert "--test-reporter=tap test/price.test.js ) >" in (task.directory / "tests/test.sh").read_text()
     assert not [each for each in lint_task(task.directory) if each.level == "error"]
+
+
+@pytest.mark.slow
+def test_tests_of_unittest_run_by_their_command_where_pytest_does_not_start(tmp_path: Path) -> None:
+    """As pytest of 2021 does not with Python 3.11."""
+    old = "import unittest\n\nfrom prices import total\n\n\nclass TotalTest(unittest.TestCase):\n"
+    old += "    def test_two(self):\n        self.assertEqual(total([1, 2]), 3)\n"
+    new = old + "\n    def test_none(self):\n        self.assertEqual(total(None), 0)\n"
+    code = "def total(items):\n    return sum(items)\n"
+    history = GitHistory(tmp_path / "prices")
+    history.commit("Start", {"prices.py": code, "tests/__init__.py": "", "tests/test_prices.py": old})
+    fixed = {"prices.py": code.replace("(items)\n", "(items or ())\n"), "tests/test_prices.py": new}
+    history.commit("The total of no list is 0", fixed)
+
+    async def install_unittest(fleet: Fleet, snapshot: RepositorySnapshot) -> Installation:
+        assert fleet.local is not None
+        store, base = fleet.local.store, await python_image(fleet, ("pip",))
+        broken = 'raise AttributeError("__spec__")\n'
+        files = {"pytest.py": FileState.file(broken.encode()), **snapshot.files}
+        image = with_files(store, base, files).named("by-hand-unittest")
+        store.add_image(image)
+        return Installation(
+            repository=snapshot.name,
+            commit=snapshot.commit,
+            script="",
+            base=f"python:{host_system().python}",
+            image=image.name,
+            test_command="python -m unittest -v tests.test_prices",
+            framework="unittest",
+            dependency_digest=dependency_digest(snapshot),
+        )
+
+    async def work() -> MiningReport:
+        async with open_fleet() as fleet:
+            settings = await mining_host_settings(fleet, {})
+            options = MiningOptions(tmp_path / "tasks", limits=LIMITS)
+            history = open_history(str(tmp_path / "prices"))
+            return await build_benchmark(fleet, history, options, install_unittest, settings)
+
+    report = asyncio.run(work())
+    assert report.reasons["task"] == 1, (tmp_path / "tasks/.build/journal.jsonl").read_text()
+    task = read_task(next(iter(find_tasks(tmp_path / "tasks"))))
+    assert "python -m unittest -v tests.test_prices" in (task.directory / "tests/test.sh").read_text()
 
 
 def test_the_command_refuses_bad_input_in_one_line(tmp_path: Path) -> None:
     history = GitHistory(tmp_path / "untested")
     history.commit("one", {"a.py": "x = 1"})
     history.commit("two", {"a.py": "x = 2"})
+    mono = GitHistory(tmp_path / "mono")
+    for name in ("api", "web"):
+        setup = "import setuptools\nsetuptools.setup()"
+        mono.commit(name, {f"{name}/setup.py": setup, f"{name}/tests/test_a.py": "def test_a(): pass"})
     runner = CliRunner()
     for arguments, words in (
         ([str(tmp_path / "nowhere")], "no such repository"),
@@ -252,6 +302,7 @@ def test_the_command_refuses_bad_input_in_one_line(tmp_path: Path) -> None:
         ([str(tmp_path / "untested"), "--issues", str(tmp_path)], "NUMBER.md"),
         ([str(tmp_path / "untested"), "--session-logs", str(tmp_path)], "no ATIF log"),
         ([str(tmp_path / "untested")], "no test files"),
+        ([str(tmp_path / "mono")], "a monorepo"),
     ):
         done = runner.invoke(app, ["build", *arguments, "--out", str(tmp_path / "out")])
         assert isinstance(done.exception, InputError), (arguments, done.exception)

@@ -2,7 +2,9 @@
 
 import json
 import random
+import shutil
 import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 from etude.errors import InputError
 from etude.syntax import parse_tree
 from etude.tasks.generators.executor import ExecutionResult, TestOutcome
+from etude.tasks.mining.build import MinedChange, select_tasks
 from etude.tasks.mining.classify import (
     MiningLimits,
     category_of,
@@ -117,6 +120,15 @@ def test_bad_repositories_are_one_clear_line(tmp_path: Path) -> None:
     GitHistory(tmp_path / "empty")
     shallow = ["git", "clone", "-q", "--depth", "2", f"file://{tmp_path / 'shop'}", str(tmp_path / "shallow")]
     subprocess.run(shallow, check=True)
+    damaged = GitHistory(tmp_path / "damaged")
+    for number in range(2):
+        damaged.commit(str(number), {"a.py": f"x = {number}"})
+    tree = damaged.git("rev-parse", "HEAD^{tree}").strip()
+    (tmp_path / "damaged/.git/objects" / tree[:2] / tree[2:]).unlink()
+    shutil.copytree(tmp_path / "single", tmp_path / "settings")
+    (tmp_path / "settings/.git/config").write_text("[core\n")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/.git").write_text("gitdir: /nowhere\n")
     outer = GitHistory(tmp_path / "outer")
     outer.commit("one", {"a.py": "x = 1"})
     outer.git("-c", "protocol.file.allow=always", "submodule", "add", "-q", str(tmp_path / "shop"), "inner")
@@ -124,7 +136,10 @@ def test_bad_repositories_are_one_clear_line(tmp_path: Path) -> None:
     expected = {
         "plain": "no git history",
         "single": "single commit",
-        "empty": "not a commit",
+        "empty": "has no commit",
+        "damaged": "not a tree",
+        "elsewhere": "not a git repository",
+        "settings": "bad config line",
         "shallow": "unshallow",
         "outer": "submodules",
         "nowhere": "no such repository",
@@ -154,6 +169,42 @@ def test_a_hostile_git_directory_runs_nothing(tmp_path: Path) -> None:
     by_id = {each.id: each for each in history.commits()}
     assert history.differences(by_id[made["fix"]])
     assert not marker.exists()
+
+
+@pytest.mark.slow
+def test_a_blob_of_two_gigabytes_is_never_read(tmp_path: Path) -> None:
+    """The process may not even have memory for it."""
+    history = GitHistory(tmp_path / "shop")
+    history.commit("one", {"a.py": "x = 1", "tests/test_a.py": "def test_a(): pass"})
+    zeros = subprocess.Popen(["head", "-c", str(2 << 30), "/dev/zero"], stdout=subprocess.PIPE)
+    write = ["git", "-c", "core.bigFileThreshold=1m", "hash-object", "-w", "--stdin"]
+    blob = subprocess.run(write, stdin=zeros.stdout, cwd=history.top, capture_output=True, text=True, check=True).stdout
+    history.git("update-index", "--add", "--cacheinfo", f"100644,{blob.strip()},big.bin")
+    history.git("commit", "-qm", "Add data")
+    code = """if True:
+        import resource, sys
+        resource.setrlimit(resource.RLIMIT_DATA, (1 << 30, 1 << 30))
+        from pathlib import Path
+        from etude.errors import InputError
+        from etude.tasks.mining.history import open_history
+        from etude.tasks.mining.options import MiningOptions
+        from etude.tasks.mining.report import check_usable
+        from etude.tasks.mining.screening import Screening
+        history, drops = open_history(sys.argv[1]), []
+        on_drop = lambda commit, reason, detail, seconds: drops.append([commit.subject, reason, detail])
+        assert Screening(history, history.commits(), MiningOptions(Path("out")), on_drop).next_change() is None
+        print(drops[0])
+        try:
+            check_usable(history)
+        except InputError as error:
+            print(error)
+        """
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(history.top)], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    assert done[0] == "['Add data', 'too-large', 'a file of 2,147,483,648 bytes, more than 67,108,864']"
+    assert "big.bin has 2,147,483,648 bytes" in done[1]
+    assert len(done) == 2
 
 
 # ------------------------------------------------------------------------------------------------- classification
@@ -497,3 +548,20 @@ def test_split_by_date_and_fraction_drops_near_duplicates() -> None:
     for wrong in ("1.5", "0", "soon", "2025-13-01", "2025-1-1"):
         with pytest.raises(InputError, match="--split"):
             TimeSplit.parse(wrong)
+
+
+def test_tasks_with_unnoticed_mutations_are_at_most_a_share_and_the_choice_is_that_of_a_beginning() -> None:
+    rng = random.Random(3)
+    for _ in range(200):
+        found = [MinedChange(str(number), None, rng.random() < 0.6) for number in range(rng.randrange(1, 30))]  # type: ignore[arg-type]
+        count, share = rng.randrange(1, 20), rng.choice([0.0, 0.5, 0.8, 1.0])
+        chosen = select_tasks(found, count, share)
+        full = sum(each.fully_noticed for each in chosen)
+        assert full >= share * len(chosen)
+        assert len(chosen) <= count
+        assert [int(each.task) for each in chosen] == sorted({int(each.task) for each in chosen})
+        if len(chosen) == count:  # more found later changes nothing
+            assert select_tasks([*found, *found], count, share) == chosen
+        else:  # one more that goes unnoticed would be too many, and all others are there
+            assert full == sum(each.fully_noticed for each in found)
+            assert len(chosen) == len(found) or full < share * (len(chosen) + 1)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from etude.pods.payload import source_files
+from etude.pods.payload import pack, source_files
 from etude.tasks.checks.inside.program import FORMAT
 from etude.tasks.checks.inside.statements import denials, number_texts
 
@@ -23,12 +23,24 @@ __all__ = [
     "cases_files",
     "check_files",
     "lines_check",
+    "observer_program",
     "pytest_files",
     "python_command",
 ]
 MORE_LINES = 2  # that a change to some lines may add
 
-PROGRAM = ("etude.tasks.checks.inside.program:main", "etude.tasks.checks.inside", "etude.globs", "etude.syntax")
+INSIDE = "etude.tasks.checks.inside"
+PROGRAM = (f"{INSIDE}.program:main", INSIDE, "etude.globs", "etude.pod_stdlib", "etude.syntax")
+# kind of check -> modules that observe it, if they are not those of submitted tests
+MODULES = {"cases": {"cases"}, "pytest": {"pytest_run"}, "wheel": {"wheels"}}
+
+
+def observer_program(checks: Sequence[Mapping[str, Any]]) -> bytes:
+    """Return the half of the program that observes, with what checks of these kinds need."""
+    modules = {"guard"}
+    for check in checks:
+        modules |= MODULES.get(check["kind"], {"observers", "pytest_run"})
+    return pack(f"{INSIDE}.program:main", "etude.pod_stdlib", *(f"{INSIDE}.{module}" for module in sorted(modules)))
 
 
 @dataclass(frozen=True)

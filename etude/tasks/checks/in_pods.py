@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from etude.errors import InputError
-from etude.pods.payload import pack
+from etude.pods.payload import START
 from etude.pods.workspace import FileChange, full_path, read_files, remove_if_exists, stat_if_exists
-from etude.tasks.checks import PROGRAM, python_command
+from etude.tasks.checks import observer_program, python_command
 from etude.tasks.checks.inside import judges
 from etude.tasks.checks.inside.file_judges import FILE_KINDS
 from etude.tasks.checks.inside.program import FORMAT
@@ -50,16 +50,29 @@ class TaskChecks:
         return None if found is None else _read(found.source)
 
 
-def read_checks(task: Task, step: TaskStep | None) -> TaskChecks | None:
-    """Return the checks of a task, or of a step with its own test.sh; None if that is not our verifier."""
-    own = f"steps/{step.name}/tests" if step is not None else ""
-    directory = own if own and (task.directory / own / "test.sh").is_file() else "tests"
-    top = task.directory / directory
+def has_checks(task: Task, step: TaskStep | None) -> bool:
+    """Return whether the verifier of a task, or of a step with its own test.sh, is ours."""
+    return _read_spec(_tests_of(task, step)) is not None
+
+
+def _tests_of(task: Task, step: TaskStep | None) -> Path:
+    own = task.directory / f"steps/{step.name}/tests" if step is not None else None
+    return own if own is not None and (own / "test.sh").is_file() else task.directory / "tests"
+
+
+def _read_spec(top: Path) -> dict[str, Any] | None:
     if not (top / "checks.json").is_file() or not (top / "expected.json").is_file():
         return None
-    spec, expected = (_load(top / name) for name in ("checks.json", "expected.json"))
-    if not isinstance(spec, dict) or "format" not in spec:
-        return None  # another program's
+    spec = _load(top / "checks.json")
+    return spec if isinstance(spec, dict) and "format" in spec else None  # another program's
+
+
+def read_checks(task: Task, step: TaskStep | None) -> TaskChecks | None:
+    """Return the checks of a task, or of a step with its own test.sh; None if that is not our verifier."""
+    top = _tests_of(task, step)
+    if (spec := _read_spec(top)) is None:
+        return None
+    expected = _load(top / "expected.json")
     if spec["format"] != FORMAT:
         raise InputError(f"{top}/checks.json: format is {spec['format']!r}; expected {FORMAT}: generate the task again")
     kinds = {*FILE_KINDS, *judges.EXECUTED_KINDS}
@@ -67,7 +80,7 @@ def read_checks(task: Task, step: TaskStep | None) -> TaskChecks | None:
         raise InputError(f"{top}/checks.json: {unknown[0]} is not a kind of check; expected one of {sorted(kinds)}")
     if len(expected) != len(spec["checks"]):
         raise InputError(f"{top}/expected.json: has {len(expected)} results for {len(spec['checks'])} checks")
-    directories = dict.fromkeys(("tests", own or "tests"))
+    directories = ["tests"] if step is None else ["tests", f"steps/{step.name}/tests"]
     files = {file.target: file for each in directories for file in files_to_upload(task, each, "/tests")}
     others = [file for target, file in files.items() if not target.startswith(OWN_FILES)]
     return TaskChecks(spec["workspace"], spec["checks"], expected, others)
@@ -148,15 +161,15 @@ class CheckRun:
         pod, task, executed = environment.pod, self.task, [check for _, check in part]
         await pod.make_directory("/tests", 0o755 if phase.user else 0o700)
         await copy_files(pod, self.checks.files, "/tests")
-        await pod.write("/tests/verifier.pyz", pack(*PROGRAM).data, mode=0o644)
         for path in (REWARD_TXT, REWARD_JSON):
             await remove_if_exists(pod, path)
         env = resolve_env(phase.env, environment.host_settings.variables, f"{task.directory}/task.toml: verifier")
+        spec = {"workspace": self.checks.workspace, "checks": executed}
         done = await pod.exec(
-            f"{python_command(executed)} /tests/verifier.pyz observe",
+            f"{python_command(executed)} -c '{START}' /tests/verifier observe",
             cwd=environment.workspace,
             env=env,
-            stdin=json.dumps({"workspace": self.checks.workspace, "checks": executed}).encode(),
+            stdin=observer_program(executed) + json.dumps(spec).encode(),
             timeout=phase.timeout_s,
             max_output=MAX_OBSERVATIONS,
             user=phase.user,

@@ -14,6 +14,7 @@ import typer
 from rich.table import Table
 
 from etude.errors import EtudeError, Interrupted
+from etude.pods.cli.options import PodHosts, pod_settings
 from etude.system.terminal import Console
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ def generate(
             help="State directory of pods; default: $ETUDE_PODS, else one in the home directory.", show_default=False
         ),
     ] = None,
+    pod_hosts: PodHosts = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Generate validated tasks of all categories from Python repositories that have tests."""
@@ -63,7 +65,7 @@ def generate(
     options = GenerationOptions(out=out, count=count, seed=seed, jobs=jobs, only=tuple(only or ()))
 
     async def work() -> list[GeneratorYield]:
-        async with open_fleet(state=state) as fleet:
+        async with open_fleet(pods=pod_settings(pod_hosts), state=state) as fleet:
             with progress_line("generate") as show:
                 return await run(fleet, sources, options, extra=tuple(extra or ()), wheels=wheels, progress=show)
 

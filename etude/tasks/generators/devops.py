@@ -22,7 +22,7 @@ from etude.tasks.generators.candidate import (
     generator,
     revert_changes,
 )
-from etude.tasks.generators.executor import PROGRAM_DIR, WORKSPACE, ExecutionResult
+from etude.tasks.generators.executor import WORKSPACE, ExecutionResult, program_command
 from etude.tasks.generators.failure_report import test_name
 from etude.tasks.generators.repository import Repository
 from etude.tasks.generators.source import read_toml, requirement_name
@@ -31,7 +31,7 @@ from etude.tasks.generators.task_writer import protected_globs, pytest_check, sc
 PYPROJECT = "pyproject.toml"
 CONFIGURATION = ("*.toml", "*.cfg", "*.ini", "*.md", "*.rst", "*.txt", "MANIFEST.in", "setup.py")  # may change too
 BUILD_COMMAND = "python3 -m pip wheel . --no-deps --no-build-isolation --no-index -w /tmp/wheels"
-INSPECT_COMMAND = f'env -i PATH="$PATH" LANG=C.UTF-8 python3 -B -s -S {PROGRAM_DIR}/build.pyz {WORKSPACE}'
+INSPECT_COMMAND = program_command("build", WORKSPACE)
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,11 @@ from typing import Any
 
 from etude.errors import EtudeError
 from etude.pods.fleet import Fleet
-from etude.pods.payload import pack
+from etude.pods.host_system import host_system
+from etude.pods.payload import START, pack
 from etude.pods.pod import ExecResult, Pod, Snapshot
 from etude.pods.workspace import remove_if_exists
-from etude.tasks.base_images import HostSettings, host_python
+from etude.tasks.base_images import HostSettings
 from etude.tasks.environment import copy_files
 from etude.tasks.generators.packages import pytest_plugin_names
 from etude.tasks.generators.source import RepositorySource
@@ -34,7 +35,13 @@ RUN_TIMEOUT_S = 180.0
 # hypothesis derandomizes its examples when it detects CI
 TEST_ENV = {"CI": "true"}
 # what the programs in inside/ consist of
-POD_MODULES = ("etude.tasks.generators.inside", "etude.tasks.checks.inside", "etude.globs", "etude.syntax")
+POD_MODULES = (
+    "etude.tasks.generators.inside",
+    "etude.tasks.checks.inside",
+    "etude.globs",
+    "etude.pod_stdlib",
+    "etude.syntax",
+)
 Changes = Mapping[str, bytes | None]  # path -> new contents; None: removed
 
 
@@ -78,7 +85,7 @@ def dockerfile(source: RepositorySource, wheels: Mapping[str, bytes]) -> str:
         " && rm -rf /packages\n"
     )
     roots = ":".join(WORKSPACE if root == "." else f"{WORKSPACE}/{root}" for root in source.roots)
-    version = host_python() or "3"
+    version = host_system().python or "3"
     return (
         f"FROM python:{version}\n"
         + (install if wheels else "")
@@ -144,10 +151,10 @@ class RepositoryExecutor:
 
     async def _run(self, pod: Pod, timeout: float) -> ExecutionResult:
         started = time.monotonic()
-        command = (
-            f'env -i PATH="$PATH" HOME=/root LANG=C.UTF-8 PYTHONHASHSEED=0 python3 -B -s -S {PROGRAM_DIR}/run_tests.pyz'
+        command = program_command(
+            "run_tests", f"{PROGRAM_DIR}/spec.json {PROGRAM_DIR}/report.json", "HOME=/root PYTHONHASHSEED=0"
         )
-        completed = await pod.exec(f"{command} {PROGRAM_DIR}/spec.json {PROGRAM_DIR}/report.json", timeout=timeout + 30)
+        completed = await pod.exec(command, timeout=timeout + 30)
         if not completed.ok:
             raise ExecutionFailed(f"{self.source.label}: tests could not be executed: {_failure_text(completed)}")
         report = json.loads(await pod.read(f"{PROGRAM_DIR}/report.json"))
@@ -227,10 +234,16 @@ def _stage_file(top: Path, target: str, path: str, data: bytes) -> FileToCopy:
     return FileToCopy(staged, target, 0o755 if path.endswith(".sh") else 0o644)
 
 
+def program_command(name: str, arguments: str, env: str = "") -> str:
+    """Return the shell command that runs one of our programs in PROGRAM_DIR, without the image's variables."""
+    python = f'env -i PATH="$PATH" LANG=C.UTF-8 {env} python3 -B -s -S'
+    return f"{python} -c '{START}' {PROGRAM_DIR}/{name} {arguments} < {PROGRAM_DIR}/{name}"
+
+
 def pod_programs() -> dict[str, bytes]:
     """Return the files of PROGRAM_DIR in a pod: our programs, and the coverage package installed on this host."""
     programs = ("run_tests", "build")
-    files = {f"{name}.pyz": pack(f"{POD_MODULES[0]}.{name}:main", *POD_MODULES).data for name in programs}
+    files = {name: pack(f"{POD_MODULES[0]}.{name}:main", *POD_MODULES) for name in programs}
     coverage = metadata.distribution("coverage")
     top = Path(str(coverage.locate_file(""))).resolve()
     for file in coverage.files or ():

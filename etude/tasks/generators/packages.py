@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from etude.errors import InputError
-from etude.tasks.base_images import host_python
+from etude.pods.host_system import host_system
 from etude.tasks.generators.source import RepositorySource, requirement_name
 
 # packages that change how tests are run or reported, not their results
@@ -40,8 +40,8 @@ def _download(requirements: Sequence[str], directory: Path, wheels: Path | None,
     command = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check", "--only-binary", ":all:"]
     command += ["--dest", str(directory)]
     own_version = f"{sys.version_info[0]}.{sys.version_info[1]}"
-    if host_python() not in ("", own_version):
-        command += ["--python-version", host_python()]
+    if host_system().python not in ("", own_version):
+        command += ["--python-version", host_system().python]
     if wheels is not None:
         command += ["--no-index", "--find-links", str(wheels)]
     done = subprocess.run([*command, *requirements], capture_output=True, text=True, check=False)

@@ -4,6 +4,7 @@ import ast
 import random
 from collections.abc import Iterator, Mapping
 
+from etude.syntax import literal_value
 from etude.tasks.checks import VerifierCheck
 from etude.tasks.generators import prompts
 from etude.tasks.generators.candidate import CandidateRejected, TaskCandidate, TaskDraft, generator
@@ -136,7 +137,7 @@ def _assertions(repository: Repository) -> list[tuple[str, str, str]]:
 def _is_answer(text: str) -> bool:
     """Return whether a text is a literal that fits as a one-line answer."""
     try:
-        value = ast.literal_eval(text) if text else None
+        value = literal_value(text) if text else None
     except (ValueError, SyntaxError):
         return False
     return (
@@ -147,7 +148,8 @@ def _is_answer(text: str) -> bool:
 def _values(repository: Repository, rng: random.Random) -> Iterator[TaskCandidate]:
     for site, call, wanted in _assertions(repository):
         text = prompts.choose(rng, f"What does {prompts.quoted(call)} return?", f"What is {prompts.quoted(call)}?")
-        accepted = {"accepted": [wanted, repr(ast.literal_eval(wanted)), str(ast.literal_eval(wanted))]}
+        value = literal_value(wanted)
+        accepted = {"accepted": [wanted, repr(value), str(value)]}
         yield candidate_for(repository, "value", site, _ask_for_value(rng, text), wanted, accepted, 2)
 
 

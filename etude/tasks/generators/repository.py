@@ -13,8 +13,10 @@ from functools import cached_property
 from pathlib import Path
 
 from etude.errors import EtudeError
+from etude.files import user_cache
 from etude.pods.fleet import Fleet
-from etude.tasks.base_images import HostSettings, host_python
+from etude.pods.host_system import host_system
+from etude.tasks.base_images import HostSettings
 from etude.tasks.generators.code import Module, PythonFunction, is_parsable, parse
 from etude.tasks.generators.executor import ExecutionResult, RepositoryExecutor, open_executor
 from etude.tasks.generators.packages import fetch_wheels, pytest_plugin_names
@@ -171,9 +173,8 @@ def _collected_files(result: ExecutionResult, source: RepositorySource) -> list[
 
 
 def default_cache() -> Path:
-    """Return the cache directory of surveys, following the XDG convention."""
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "etude" / "repositories"
+    """Return the cache directory of surveys."""
+    return user_cache("repositories")
 
 
 def _cached_wheels(directory: Path) -> dict[str, bytes]:
@@ -185,7 +186,8 @@ def _load_survey(file: Path, source: RepositorySource, packages: Mapping[str, by
         found = json.loads(file.read_text())
     except (OSError, ValueError):
         return None
-    same = {"format": SURVEY_FORMAT, "digest": source.digest, "python": host_python(), "wheels": sorted(packages)}
+    python, wheels = host_system().python, sorted(packages)
+    same = {"format": SURVEY_FORMAT, "digest": source.digest, "python": python, "wheels": wheels}
     if any(found.get(key) != value for key, value in same.items()):
         return None
     names = list(found["names"])
@@ -215,7 +217,7 @@ def _save_survey(directory: Path, repository: Repository) -> None:
     record = {
         "format": SURVEY_FORMAT,
         "digest": repository.source.digest,
-        "python": host_python(),
+        "python": host_system().python,
         "wheels": sorted(repository.wheels),
         "seconds": dict(repository.durations),
         "unsteady": list(repository.flaky_tests),

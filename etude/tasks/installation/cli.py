@@ -13,6 +13,8 @@ import typer
 
 from etude.errors import EtudeError, InputError, Interrupted
 from etude.harness.model_options import ModelOptions
+from etude.pods.cli.options import PodHosts, pod_settings
+from etude.pods.settings import PodSettings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -44,7 +46,7 @@ def install_command(
         typer.Option(help="Packages that existed at a date: commit (its date), none, or a date such as 2024-05-31."),
     ] = "commit",
     project: Annotated[str, typer.Option(help="Directory of the project in a repository with several.")] = "",
-    index_url: Annotated[str, typer.Option(help="Simple index in place of PyPI; may have a name and password.")] = "",
+    index_url: Annotated[str, typer.Option(help="Simple index, may have a name and password; default: pip's.")] = "",
     proxy: Annotated[str, typer.Option(help="Proxy through which this machine reaches the index.")] = "",
     certificates: Annotated[
         Path | None, typer.Option(help="Certificates of the index, in PEM form.", show_default=False)
@@ -75,6 +77,7 @@ def install_command(
         Path | None,
         typer.Option(help="State directory of pods; default: $ETUDE_PODS, else one in the home directory."),
     ] = None,
+    pod_hosts: PodHosts = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Install a repository so that its tests run without a network: a set-up script, an image and a result.
@@ -107,11 +110,13 @@ def install_command(
     directory = out or Path("installed") / (
         f"{snapshot.name}-{snapshot.commit[:12]}" if snapshot.commit else snapshot.name
     )
-    made = _run(snapshot, options, directory, state)
+    made = _run(snapshot, options, directory, state, pod_settings(pod_hosts))
     _show(made, directory, as_json)
 
 
-def _run(snapshot: RepositorySnapshot, options: InstallOptions, directory: Path, state: Path | None) -> Installation:
+def _run(
+    snapshot: RepositorySnapshot, options: InstallOptions, directory: Path, state: Path | None, pods: PodSettings
+) -> Installation:
     from etude.pods.fleet import open_fleet
     from etude.system.progress import progress_line
     from etude.tasks.installation.installer import install
@@ -121,7 +126,7 @@ def _run(snapshot: RepositorySnapshot, options: InstallOptions, directory: Path,
     log = InstallLog()
 
     async def work() -> Installation:
-        async with open_fleet(state=state) as fleet:
+        async with open_fleet(pods=pods, state=state) as fleet:
             with progress_line(f"install {snapshot.label}") as show:
                 return await install(fleet, snapshot, options, show, log)
 

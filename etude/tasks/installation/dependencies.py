@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from etude.tasks.installation.snapshot import RepositorySnapshot
@@ -20,6 +20,9 @@ WHOLE_FILES = re.compile(
     r"|pdm\.lock|environment\.ya?ml|package-lock\.json|npm-shrinkwrap\.json|yarn\.lock|pnpm-lock\.yaml|go\.mod|go\.sum"
     r"|Cargo\.lock|\.npmrc|\.python-version|MANIFEST\.in)$|(^|/)requirements/[^/]*\.(txt|in)$"
 )
+# Requirements that detectors do not install; they count if another dependency file names them.
+UNUSED_REQUIREMENTS = re.compile(r"(^|/)requirements[^/]*$|(^|/)requirements/[^/]*$|(^|/)constraints[^/]*$")
+UNUSED_PURPOSE = re.compile(r"docs?([^a-z]|$)|rtd|sphinx|lint|mypy|typing|typecheck|flake8|release|packaging")
 COMPILED_SOURCES = re.compile(r"\.(c|cc|cpp|cxx|h|hpp|pyx|pxd|pxi|rs|f90|ts|tsx)$")
 TEST_PARTS = frozenset({"tests", "test", "testing", "docs", "doc", "examples"})
 PROJECT_KEYS = ("dependencies", "optional-dependencies", "requires-python", "scripts", "gui-scripts", "entry-points")
@@ -33,7 +36,10 @@ SETUP_SECTIONS = ("options",)
 def dependency_digest(snapshot: RepositorySnapshot, project: str = "") -> str:
     """Return the digest of the dependency files of a project in a revision."""
     running = hashlib.sha256(b"etude dependencies 1\0")
-    for path, text in _dependency_texts(snapshot, f"{project}/" if project else ""):
+    texts = list(_dependency_texts(snapshot, f"{project}/" if project else ""))
+    for path, text in texts:
+        if _is_unused(path, texts):
+            continue
         running.update(f"{path}\0{len(text)}\0{text}".encode("utf-8", "surrogateescape"))
     return running.hexdigest()[:40]
 
@@ -57,6 +63,15 @@ def _dependency_texts(snapshot: RepositorySnapshot, top: str) -> Iterator[tuple[
             yield inside, text
         elif COMPILED_SOURCES.search(inside) and not inside.endswith((".ts", ".tsx")) and not {*parts} & TEST_PARTS:
             yield inside, snapshot.files[path].digest
+
+
+def _is_unused(path: str, texts: Sequence[tuple[str, str]]) -> bool:
+    """Return whether a file has requirements of documentation or linters only, which no other file includes."""
+    if not UNUSED_REQUIREMENTS.search(path) or not UNUSED_PURPOSE.search(path):
+        return False
+    name = path.rpartition("/")[2].rpartition(".")[0]
+    others = (text for other, text in texts if other != path and not UNUSED_PURPOSE.search(other))
+    return not any(re.search(rf"\b{re.escape(name)}\.(txt|in|pip)\b", text) for text in others)
 
 
 def _pyproject(text: str) -> str:

@@ -7,6 +7,7 @@ import shlex
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from etude.syntax import parse_tree
@@ -16,6 +17,7 @@ from etude.tasks.installation.script import PIP
 from etude.tasks.installation.shell_text import apt_packages, find_test_commands, pip_installs
 
 EXTRAS = ("tests", "test", "testing", "dev", "all")  # in the order in which they are tried
+OTHER_EXTRAS = ("doc", "docs", "lint")
 REQUIREMENT_FILE = re.compile(
     r"((requirements|reqs)[-_/.](dev[-_])?(tests?|testing|dev|ci|all)|(tests?|testing|dev|ci)[-_/](requirements|reqs?)"
     r"|requirements[-_/](tests?|dev)[-_a-z]*)(\.(txt|in|pip))?$"
@@ -97,6 +99,10 @@ class PythonProject:
     test_requirements: list[str] = field(default_factory=list)  # tests_require, poetry groups
     build: str = ""  # text that names the build tools
     sources: list[str] = field(default_factory=list)
+
+    @cached_property
+    def tox(self) -> "ToxTests":
+        return _tox_tests(self.files.get("tox.ini", ""), self.paths)
 
 
 def detect_python(files: Mapping[str, str], paths: Sequence[str], version: str, pythons: Sequence[str]) -> Proposal:
@@ -307,7 +313,9 @@ def _install_steps(project: PythonProject) -> Iterator[SetupStep]:
             yield SetupStep("requirements.txt", (f"{PIP} -r requirements.txt",), True)
         return
     extras = [name for name in EXTRAS if name in project.extras] or _named_in_ci(project)
-    editable = [f"{PIP} -e {shlex.quote(f'.[{name}]')}" for name in extras]
+    tox = [name for name in project.tox.extras if name in project.extras and name not in OTHER_EXTRAS]
+    together = [",".join(dict.fromkeys([*extras[:1], *tox]))] if tox else []
+    editable = [f"{PIP} -e {shlex.quote(f'.[{name}]')}" for name in unique([*together, *extras])]
     # Without isolation the build uses the packages of the environment: for setup.py that imports its dependencies.
     late = f"{PIP} 'setuptools<70' wheel && {PIP} --no-build-isolation -e ."
     if project.dependencies:
@@ -321,7 +329,7 @@ def _install_steps(project: PythonProject) -> Iterator[SetupStep]:
 def _named_in_ci(project: PythonProject) -> list[str]:
     """Return the extras that CI installs, of those that the project declares."""
     named = [name for text in _scripts(project.files) for name in pip_installs(text)[2]]
-    return [name for name in dict.fromkeys(named) if name in project.extras and name not in ("doc", "docs", "lint")][:2]
+    return [name for name in dict.fromkeys(named) if name in project.extras and name not in OTHER_EXTRAS][:2]
 
 
 def _requirement_steps(project: PythonProject) -> Iterator[SetupStep]:
@@ -341,10 +349,9 @@ def _requirement_steps(project: PythonProject) -> Iterator[SetupStep]:
         yield SetupStep(path, (f"{PIP} -r {shlex.quote(path)}",))
     if wanted := _kept(project, project.test_requirements):
         yield SetupStep("tests_require", _pip_alternatives(wanted, wanted))
-    tox = _tox_requirements(project.files.get("tox.ini", ""), project.paths)
-    if wanted := _kept(project, tox[0]):
+    if wanted := _kept(project, project.tox.requirements):
         yield SetupStep("tox.ini", _pip_alternatives(wanted, wanted))
-    for path in tox[1]:
+    for path in project.tox.files:
         if path not in best:
             yield SetupStep(f"tox.ini: {path}", (f"{PIP} -r {shlex.quote(path)}",))
     found = [*_nox_requirements(project.files.get("noxfile.py", ""))]
@@ -368,30 +375,43 @@ def _pip_alternatives(wanted: Sequence[str], reduced: Sequence[str]) -> tuple[st
     return unique(alternatives)
 
 
-def _tox_requirements(text: str, paths: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the requirements and requirement files of tox's test environments."""
+@dataclass(frozen=True)
+class ToxTests:
+    """What the test environments of a tox.ini install, those of some environments included."""
+
+    requirements: list[str] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)  # requirement files
+    extras: list[str] = field(default_factory=list)  # of the project
+
+
+def _tox_tests(text: str, paths: Sequence[str]) -> ToxTests:
+    found = ToxTests()
     parser = configparser.ConfigParser(interpolation=None, strict=False)
     try:
         parser.read_string(text)
     except configparser.Error:
-        return [], []
-    requirements: list[str] = []
-    files: list[str] = []
+        return found
     for section in parser.sections():
         name = section.partition(":")[2]
         if section != "testenv" and not (section.startswith("testenv:") and re.search(r"test|^py|unit", name)):
             continue
-        for line in parser.get(section, "deps", fallback="").splitlines():
-            line = re.sub(r"(^|\s)#.*", "", line).strip()
-            factor = re.match(r"^[\w.,!{}-]+:\s+", line)
-            if factor is not None:  # only in some environments
-                line = line[factor.end() :]
-            if found := re.match(r"^(?:-r|--requirement[= ])\s*(.+)$", line):
-                path = re.sub(r"^\{(toxinidir|tox_root)\}/|^\./", "", found[1].strip())
-                files += [path] if path in paths else []
+        for line in _tox_lines(parser, section, "deps"):
+            if named := re.match(r"^(?:-r|--requirement[= ])\s*(.+)$", line):
+                path = re.sub(r"^\{(toxinidir|tox_root)\}/|^\./", "", named[1].strip())
+                found.files.extend([path] if path in paths else [])
             elif re.match(r"[A-Za-z0-9]", line):
-                requirements.append(line)
-    return requirements, files
+                found.requirements.append(line)
+        for line in _tox_lines(parser, section, "extras"):
+            found.extras.extend(re.findall(r"[\w.-]+", line))
+    return found
+
+
+def _tox_lines(parser: configparser.ConfigParser, section: str, key: str) -> Iterator[str]:
+    """Yield the lines of a setting without comments, and without the factor of those for some environments."""
+    for line in parser.get(section, key, fallback="").splitlines():
+        line = re.sub(r"(^|\s)#.*", "", line).strip()
+        factor = re.match(r"^[\w.,!{}-]+:\s+", line)
+        yield line if factor is None else line[factor.end() :]
 
 
 def _nox_requirements(text: str) -> Iterator[str]:

@@ -18,12 +18,10 @@ from etude.harness.open_client import open_model_client
 from etude.pods.fleet import Fleet
 from etude.pods.pod import PodError
 from etude.system.progress import ProgressCallback
-from etude.tasks.base_images import host_python
 from etude.tasks.installation.agents import AgentStages, install_by_sessions
 from etude.tasks.installation.dependencies import dependency_digest
 from etude.tasks.installation.detect import propose
 from etude.tasks.installation.package_index import (
-    PYPI,
     VIEWS,
     IndexSettings,
     PackageIndex,
@@ -32,15 +30,16 @@ from etude.tasks.installation.package_index import (
     open_package_index,
     parse_time,
 )
-from etude.tasks.installation.proposal import Proposal
+from etude.tasks.installation.proposal import ECOSYSTEMS, Proposal
+from etude.tasks.installation.registries import index_url, npm_registry_url, registry_hosts
 from etude.tasks.installation.result import Installation, InstallationFailed
 from etude.tasks.installation.setup_pod import (
-    REGISTRIES,
     InstallContext,
     InstallLog,
     InstallOptions,
     available_pythons,
     base_image,
+    with_system_packages,
 )
 from etude.tasks.installation.snapshot import RepositorySnapshot
 from etude.tasks.installation.stage0 import explore
@@ -93,7 +92,8 @@ async def install(
         open_model = partial(open_model_client, options.model)
     started = time.monotonic()
     try:
-        with open_package_index(index_settings(repository, options)) as index:
+        settings = replace(index_settings(repository, options), address=fleet.own_address())
+        with open_package_index(settings) as index:
             made = await _run_stages(fleet, repository, index, options, log, progress, open_model)
             undated = sorted(index.undated)
     except PodError as error:
@@ -130,11 +130,12 @@ def index_settings(repository: RepositorySnapshot, options: InstallOptions) -> I
     if as_of:
         parse_time(as_of)
     return IndexSettings(
-        url=options.index_url or PYPI,
+        url=options.index_url or index_url(),
         as_of=as_of,
         proxy=options.proxy,
         certificates=options.certificates,
         cache=options.cache or default_index_cache(),
+        npm=npm_registry_url(),
     )
 
 
@@ -157,17 +158,17 @@ async def _run_stages(
                 raise
             failure = error
     assert open_model is not None
-    base = f"python:{host_python()}" if host_python() else "host"
+    base = f"python:{fleet.system.python}" if fleet.system.python else "host"
     context = InstallContext(
         fleet,
         repository,
-        await base_image(fleet, base, options.images),
+        await with_system_packages(fleet, await base_image(fleet, base, options.images), log),
         index,
         "tools" if index.as_of is not None else "all",
         options,
         log,
         time.monotonic() + options.timeout_s,
-        tuple(host for hosts in REGISTRIES.values() for host in hosts),
+        tuple(host for ecosystem in ECOSYSTEMS for host in registry_hosts(ecosystem)),
     )
     stages = AgentStages()
     found = await install_by_sessions(context, open_model, stages, progress)
@@ -186,25 +187,29 @@ async def _install_by_detectors(
     progress: ProgressCallback,
 ) -> _Installed:
     """Try the proposal with packages of the date, then with newer tools, then with all; verify the first that works."""
-    proposal = propose(repository, available_pythons(options.images), options.project)
+    pythons = available_pythons(fleet.system.python, options.images)
+    proposal = propose(repository, pythons, options.project)
     if not proposal.base:
         raise InstallationFailed(
             "python-version",
-            f"{repository.label}: it accepts no Python of this host ({', '.join(available_pythons(options.images))}); "
+            f"{repository.label}: it accepts no Python of this host ({', '.join(pythons)}); "
             "make an image with one that it accepts and pass --map python:VERSION=IMAGE",
         )
     views: Sequence[View] = VIEWS if proposal.ecosystem == "python" else ("dated",)
-    first: InstallationFailed | None = None
+    chosen = await base_image(fleet, proposal.base, options.images)
+    if proposal.apt and options.system_packages:
+        chosen = await with_system_packages(fleet, chosen, log)
+    newest: InstallationFailed | None = None  # of the newest packages that were tried: the older ones are out of date
     context = InstallContext(
         fleet,
         repository,
-        await base_image(fleet, proposal.base, options.images),
+        chosen,
         index,
         "all",
         options,
         log,
         time.monotonic() + options.timeout_s,
-        REGISTRIES[proposal.ecosystem],
+        registry_hosts(proposal.ecosystem),
     )
     for view in views if index.as_of is not None else ("all",):
         log.note(f"== stage 0, packages: {view}")
@@ -212,11 +217,11 @@ async def _install_by_detectors(
             return await _install_view(replace(context, view=view), proposal, progress)
         except InstallationFailed as error:
             log.note(f"failed: {error}")
-            first = first or error
+            newest = error
             if time.monotonic() > context.deadline or error.reason in LAST:
                 break
-    assert first is not None
-    raise InstallationFailed(first.reason, re.sub(r" \[[\w-]+\]$", "", str(first)), log.text)
+    assert newest is not None
+    raise InstallationFailed(newest.reason, re.sub(r" \[[\w-]+\]$", "", str(newest)), log.text)
 
 
 async def _install_view(context: InstallContext, proposal: Proposal, progress: ProgressCallback) -> _Installed:

@@ -4,6 +4,8 @@
         pod = await fleet.create(image, egress=Egress.to(index.rule))
         await pod.exec(command, env=index.environment("dated"))
 
+Packages of npm are served from `/npm/` (npm_registry.py).
+
 Pods reach this address and no index themselves: credentials, proxies and certificates of the real index stay on the
 host. The upload times are those of the simple JSON API (PEP 700), or of `data-upload-time` in its HTML form; a file
 without one is kept. Three views: `dated` has files uploaded before the date, `tools` also newer files of build tools
@@ -33,8 +35,8 @@ from urllib.parse import quote, unquote, urljoin, urlsplit, urlunsplit
 
 from etude.errors import InputError
 from etude.pods.network.policy import PROXY_ADDRESS, PROXY_PORT
+from etude.tasks.installation.npm_registry import NpmRegistry
 
-PYPI = "https://pypi.org/simple/"
 JSON_TYPE = "application/vnd.pypi.simple.v1+json"
 ACCEPT = f"{JSON_TYPE}, application/vnd.pypi.simple.v1+html;q=0.2, text/html;q=0.1"
 TIMEOUT_S = 60.0
@@ -67,11 +69,13 @@ TOOLS = frozenset(
 class IndexSettings:
     """Where packages come from. The URL may contain a name and a password; they never reach a pod."""
 
-    url: str = PYPI
+    url: str
     as_of: str = ""  # ISO 8601 date or time; empty: no limit
     proxy: str = ""  # of the host's own requests; empty: that of the environment
     certificates: Path | None = None  # bundle that the host's requests trust, besides the default one
     cache: Path | None = None  # directory of downloaded files; None: no cache
+    address: str = "127.0.0.1"  # of this machine, at which the hosts of pods reach it
+    npm: str = ""  # URL of the npm registry; empty: the index serves no packages of npm
 
 
 @dataclass(frozen=True)
@@ -160,7 +164,7 @@ class PackageIndex:
     def __init__(self, settings: IndexSettings) -> None:
         self.settings = settings
         self.as_of = parse_time(settings.as_of) if settings.as_of else None
-        self.token = secrets.token_hex(12)  # other programs of this machine do not know it
+        self.token = secrets.token_hex(12)  # other programs that reach the address do not know it
         self.files: dict[str, IndexFile] = {}  # by key in our URLs
         self.pages: dict[str, tuple[int, list[IndexFile]]] = {}
         self.undated: set[str] = set()  # projects with files of which the index does not say when they were uploaded
@@ -169,15 +173,20 @@ class PackageIndex:
         self._lock = threading.Lock()
         self._opener = _opener(settings)
         self._url, self._authorization = _without_credentials(settings.url)
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
+        self.npm = NpmRegistry(self.open, settings.npm, settings.cache, self.as_of) if settings.npm else None
+        self.server = ThreadingHTTPServer((settings.address, 0), _handler(self))
         self.server.daemon_threads = True
 
     @property
     def rule(self) -> str:
-        return f"127.0.0.1:{self.server.server_address[1]}"
+        return f"{self.settings.address}:{self.server.server_address[1]}"
 
     def url(self, view: View) -> str:
         return f"http://{self.rule}/{self.token}/{view}/simple/"
+
+    @property
+    def npm_url(self) -> str:
+        return f"http://{self.rule}/{self.token}/npm/"
 
     def environment(self, view: View) -> dict[str, str]:
         """Return the variables with which programs in a pod use this index through the pod's egress proxy."""
@@ -192,8 +201,10 @@ class PackageIndex:
             "PIP_DISABLE_PIP_VERSION_CHECK": "1",
             "PIP_RETRIES": "1",
         }
+        npm = {"NPM_CONFIG_REGISTRY": self.npm_url} if self.npm is not None else {}
         return {
             **pip,
+            **npm,
             "PIP_NO_CACHE_DIR": "1",
             "PIP_ROOT_USER_ACTION": "ignore",
             "UV_INDEX_URL": url,
@@ -319,6 +330,7 @@ def _handler(index: PackageIndex) -> type[BaseHTTPRequestHandler]:
             path = urlsplit(self.path).path
             found = re.fullmatch(rf"/{index.token}/(dated|tools|all)/simple/([A-Za-z0-9._-]+)/?", path)
             file = re.fullmatch(rf"/{index.token}/files/([0-9a-f]{{32}})/[^/]+", path)
+            npm = path.partition(f"/{index.token}/npm/")[2]
             try:
                 if found is not None:
                     project = re.sub(r"[-_.]+", "-", found[2]).lower()
@@ -326,6 +338,9 @@ def _handler(index: PackageIndex) -> type[BaseHTTPRequestHandler]:
                     self._send(data, JSON_TYPE) if data is not None else self._refuse(404)
                 elif file is not None and file[1] in index.files:
                     self._stream(index.files[file[1]], path.endswith(".metadata"))
+                elif npm and index.npm is not None:
+                    answer = index.npm.get(npm, self.headers.get("accept", "*/*"), index.npm_url)
+                    self._send(answer.data, answer.kind) if answer.status == 200 else self._refuse(answer.status)
                 else:
                     self._refuse(404)
             except urllib.error.HTTPError as error:

@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 Ecosystem = Literal["python", "node", "go", "rust"]
+ECOSYSTEMS: tuple[Ecosystem, ...] = get_args(Ecosystem)
 
 
 @dataclass(frozen=True)

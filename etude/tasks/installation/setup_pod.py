@@ -15,23 +15,15 @@ from etude.pods.fleet import Fleet
 from etude.pods.images.records import Image
 from etude.pods.images.store import Store
 from etude.pods.pod import Egress, ExecResult, Pod
-from etude.tasks.base_images import HostSettings, host_python, python_image, resolve_base_image
+from etude.tasks.base_images import HostSettings, python_image, resolve_base_image, writable_image
 from etude.tasks.generators.image import EXCLUDED_BINDS
 from etude.tasks.installation.package_index import PackageIndex, View
-from etude.tasks.installation.proposal import Ecosystem
+from etude.tasks.installation.registries import debian_hosts, registry_environment
 from etude.tasks.installation.result import WORKSPACE, InstallationFailed
 from etude.tasks.installation.script import redact
 from etude.tasks.installation.snapshot import RepositorySnapshot
-from etude.tasks.installation.workspace import local_store, with_files
+from etude.tasks.installation.workspace import with_files
 
-# Registries that no index of ours stands for.
-REGISTRIES: Mapping[Ecosystem, tuple[str, ...]] = {
-    "python": (),
-    "node": ("registry.npmjs.org:443", "registry.yarnpkg.com:443"),
-    "go": ("proxy.golang.org:443", "sum.golang.org:443"),
-    "rust": ("index.crates.io:443", "static.crates.io:443"),
-}
-DEBIAN = ("deb.debian.org:80", "security.debian.org:80")
 STEP_TIMEOUT_S = 900.0
 KEPT_OUTPUT = 4000  # characters of a command's output in the log
 
@@ -48,6 +40,7 @@ class InstallOptions:
     project: str = ""
     images: Mapping[str, str] = field(default_factory=dict)  # base name -> image of the store
     allow: tuple[str, ...] = ()  # further hosts that set-up may connect to
+    system_packages: bool = True  # install the Debian packages that CI names, where the image can be made writable
     submodules: bool = False  # install although submodules are missing
     reruns: int = 3  # runs of the tests in the verification
     min_passing: float = 0.8  # share of the tests that ran and must pass
@@ -85,20 +78,27 @@ class InstallLog:
         return "\n".join(self.lines)
 
 
-def available_pythons(images: Mapping[str, str]) -> list[str]:
-    """Return the versions of Python that pods can have: of this host, and of mapped images, newest first."""
+def available_pythons(python: str, images: Mapping[str, str]) -> list[str]:
+    """Return the versions of Python that pods can have: of their host, and of mapped images, newest first."""
     mapped = [name.partition(":")[2] for name in images if name.startswith("python:")]
-    return list(dict.fromkeys([version for version in (host_python(), *sorted(mapped, reverse=True)) if version]))
+    return list(dict.fromkeys([version for version in (python, *sorted(mapped, reverse=True)) if version]))
 
 
 async def base_image(fleet: Fleet, base: str, images: Mapping[str, str]) -> Image:
     """Return the image that a set-up script starts from: without test tools, and without the host's /opt."""
-    if fleet.local is None:
-        raise InputError("repositories are installed on the host that runs the pods; this fleet has only remote hosts")
-    if base in images or base not in ("host", f"python:{host_python()}"):
+    if base in images or base not in ("host", f"python:{fleet.system.python}"):
         return await resolve_base_image(fleet, base, HostSettings(images=images), "install")
-    image = fleet.local.resolve("host") if base == "host" else await python_image(fleet, ("pip",))
+    image = await (fleet.resolve("host") if base == "host" else python_image(fleet, ("pip",)))
     return image.with_(binds=tuple(path for path in image.binds if path not in EXCLUDED_BINDS))
+
+
+async def with_system_packages(fleet: Fleet, base: Image, log: InstallLog) -> Image:
+    """Return the base image with writable system directories; the image itself where that is impossible."""
+    try:
+        return await writable_image(fleet, base)
+    except InputError as error:
+        log.note(f"Debian packages cannot be installed: {error}")
+        return base
 
 
 @dataclass
@@ -140,7 +140,7 @@ class InstallContext:
 
     @property
     def store(self) -> Store:
-        return local_store(self.fleet)
+        return self.fleet.store
 
     @cached_property
     def start(self) -> Image:
@@ -149,7 +149,7 @@ class InstallContext:
 
     @property
     def egress(self) -> Egress:
-        return Egress.to(self.index.rule, *self.registries, *DEBIAN, *self.options.allow, private=True)
+        return Egress.to(self.index.rule, *self.registries, *debian_hosts(), *self.options.allow, private=True)
 
     def failed(self, reason: str, why: str) -> InstallationFailed:
         """Return the error of this installation for a reason by code."""
@@ -162,7 +162,8 @@ async def open_setup_pod(
 ) -> AsyncIterator[SetupPod]:
     """Open a pod for set-up commands: it reaches the index, the registries of its ecosystem and allowed hosts."""
     pod = await context.fleet.create(context.start, egress=context.egress, storage="disk")
-    variables = {**context.index.environment(context.view), **context.options.secrets, **(env or {})}
+    registries = {**registry_environment(), **context.index.environment(context.view)}
+    variables = {**registries, **context.options.secrets, **(env or {})}
     try:
         yield SetupPod(pod, variables, directory, context.log, context.deadline)
     finally:

@@ -4,7 +4,7 @@ import re
 import shlex
 import time
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from etude.system.progress import ProgressCallback
 from etude.tasks.installation.detect_other import required_programs
@@ -19,7 +19,13 @@ from etude.tasks.installation.verification import summarize, why_unacceptable
 
 MAX_REPAIRS = 4
 _PIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*==[A-Za-z0-9.!+_-]+$")
-_APT = "apt-get update -q && apt-get install -y -q --no-install-recommends"
+# The first is the oldest that starts with Python 3.10. The command has not the form to which scripts add their pins: a
+# newer pytest may be one that the project excludes.
+_PYTESTS = ("pytest<7", "pytest<8", "pytest<9", "pytest")
+_UPGRADE = "python -m pip --no-input install --upgrade"
+_PYTEST_STARTS = """d=$(mktemp -d) && cd "$d" && printf 'def test_it():\n    assert 1 + 1 == 2\n' > test_it.py
+python -m pytest -q -p no:cacheprovider test_it.py"""
+_APT = "apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends"
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,8 @@ class _Exploration:
     proposal: Proposal
     setup: SetupPod
     commands: list[str]
+    versions: dict[str, str] = field(default_factory=dict)  # of packages, after the last step
+    unpinned: set[str] = field(default_factory=set)  # packages of which the steps install several versions
 
 
 async def explore(context: InstallContext, proposal: Proposal, progress: ProgressCallback) -> ExploredSetup:
@@ -55,6 +63,7 @@ async def explore(context: InstallContext, proposal: Proposal, progress: Progres
         progress(len(proposal.steps), total, "tests")
         command = await _find_test_command(state)
         pins = await _pins(state) if proposal.ecosystem == "python" else []
+        pins = [pin for pin in pins if pin.partition("==")[0] not in state.unpinned]
     title = f"Installs {context.label} in the image {proposal.base}, which has its files in {WORKSPACE}."
     if context.view != "all" and index.as_of is not None:
         newer = ", build tools and test runners those of the installation" if context.view == "tools" else ""
@@ -74,7 +83,7 @@ async def _check_programs(state: _Exploration) -> None:
 
 
 async def _install_system_packages(state: _Exploration) -> None:
-    """Install the Debian packages that CI installs; without root or a writable system this is left out."""
+    """Install the Debian packages that CI installs; without a writable system this is left out."""
     command = f"{_APT} {shlex.join(state.proposal.apt)}"
     if not (await state.setup.run("test -w /var/lib/dpkg/status")).ok:
         state.context.log.note(f"left out, because Debian packages cannot be installed in this image: {command}")
@@ -89,6 +98,7 @@ async def _run_step(state: _Exploration, step: SetupStep) -> None:
         done = await state.setup.run(alternative)
         if done.ok:
             state.commands.append(alternative)
+            await _note_versions(state)
             return
         output = output or done.stdout + done.stderr  # of the best alternative
         if time.monotonic() > state.setup.deadline:
@@ -123,6 +133,9 @@ async def _find_test_command(state: _Exploration) -> TestCommand:
         why = why_unacceptable(run, state.context.options.min_passing)
         if why is None:
             return command
+        broke_off = candidate.framework == "pytest" and not run.complete and not run.timed_out
+        if broke_off and await _works_with_other_pytest(state, command):
+            return command
         failures.append((len(run.passed), why))
         if run.statuses and run.collection_errors and candidate.framework == "pytest":
             more = replace(command, command=f"{command.command} --continue-on-collection-errors")
@@ -152,6 +165,31 @@ async def _repaired_run(state: _Exploration, command: TestCommand) -> TestRun:
     return run
 
 
+async def _works_with_other_pytest(state: _Exploration, command: TestCommand) -> bool:
+    """Install the oldest major version of pytest that starts and runs the tests; return whether there is one.
+
+    pytest of an old commit does not start with a newer Python, and conftest.py files of that time do not work with the
+    newest. Among packages of a date nothing is tried: the next view has newer ones.
+    """
+    if state.context.view == "dated":
+        if (await state.setup.run(_PYTEST_STARTS)).ok:
+            return False
+        raise state.context.failed("no-report", "pytest of that time does not start with this Python")
+    before = await _pins(state)
+    for requirement in _PYTESTS:
+        if not (await state.setup.run(f"{_UPGRADE} {shlex.quote(requirement)}")).ok:
+            continue
+        if not (await state.setup.run(_PYTEST_STARTS)).ok:
+            continue
+        run = await _repaired_run(state, command)
+        if why_unacceptable(run, state.context.options.min_passing) is None:
+            other = [pin for pin in await _pins(state) if pin not in before]
+            state.unpinned.update(pin.partition("==")[0] for pin in other)
+            state.commands.append(f"{_UPGRADE} {shlex.join(other)}")
+            return True
+    return False
+
+
 async def _install_package(state: _Exploration, requirement: str) -> bool:
     command = f"{PIP} {shlex.quote(requirement)}"
     if not (await state.setup.run(command)).ok:
@@ -179,6 +217,14 @@ def _own_modules(snapshot: RepositorySnapshot) -> Collection[str]:
             found.update(parts[:-1])
             found.add(parts[-1].rpartition(".")[0])
     return found
+
+
+async def _note_versions(state: _Exploration) -> None:
+    """Record the versions after a step; what another step replaced cannot be pinned to one of them."""
+    if state.proposal.ecosystem == "python":
+        found = dict(pin.split("==", 1) for pin in await _pins(state))
+        state.unpinned |= {name for name, version in state.versions.items() if found.get(name, version) != version}
+        state.versions = found
 
 
 async def _pins(state: _Exploration) -> list[str]:

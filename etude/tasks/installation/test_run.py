@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from etude.globs import GitGlobs
 from etude.pods.pod import Pod, PodFileError
 from etude.pods.workspace import full_path, remove_if_exists
 from etude.tasks.installation.reports import read_statuses, report_lines
@@ -24,6 +25,8 @@ MAX_REPORT = 64 << 20
 TIMEOUT_S = 600.0
 ENDED = (0, 1, 2, 5)  # exit codes of a session of pytest that did not break off by an error of its own
 VALUE_OPTIONS = ("-k", "-m", "-W", "-p", "-o", "-c", "-n", "--ignore", "--import-mode")
+FILE_ARGUMENTS = ("node", "tap", "jest", "mocha")  # runners of JavaScript: a file is an argument of the command
+TEST_NAME = re.compile(r"(^|[/._-])(test|spec)\.[cm]?[jt]sx?$|(^|/)__tests__/[^/]+$|(^|/)test-[^/]+\.[cm]?[jt]sx?$")
 # hypothesis derandomizes its examples when it detects CI
 ENVIRONMENT = {"CI": "true", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0"}
 _PROBE = """import unittest
@@ -64,9 +67,17 @@ class TestCommand:
         if self.framework == "unittest" and "unittest" in words:  # test_x (module.Class.test_x)
             names = [re.sub(r"^\w+ \((.*)\)$", r"\1", test) for test in tests]
             return shlex.join([*words[: words.index("unittest") + 1], "-v", *names])
-        if self.framework == "node":
-            return " ".join([*(word for word in self.command.split() if "*" not in word), *map(shlex.quote, tests)])
-        return f"{self.command} {shlex.join(tests)}"
+        return " ".join([*(word for word in self.command.split() if "*" not in word), *map(shlex.quote, tests)])
+
+    def own_files(self, paths: Sequence[str]) -> list[str]:
+        """Return those of these test files that the command runs and takes as arguments; none of some runners."""
+        if self.framework not in FILE_ARGUMENTS:
+            return []
+        patterns = [word.strip("\"'").removeprefix("./") for word in self.command.split() if "*" in word]
+        if not patterns:
+            return [path for path in paths if TEST_NAME.search(path)]
+        globs = GitGlobs([f"/{pattern}" for pattern in patterns])
+        return [path for path in paths if globs.match(path)]
 
 
 def _without_paths(words: Sequence[str]) -> list[str]:

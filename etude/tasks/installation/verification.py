@@ -74,7 +74,7 @@ async def replay_script(context: InstallContext, script: str, *, strict: bool = 
     """
     if masked := masked_failure(script):
         raise context.failed("masked-failure", f"the set-up script hides failures: {masked}")
-    started, snapshot, store = time.monotonic(), context.snapshot, context.store
+    started, snapshot, fleet = time.monotonic(), context.snapshot, context.fleet
     async with open_setup_pod(context) as setup:
         await setup.pod.write(SCRIPT_PATH, script, mode=0o755)
         done = await setup.run(f"bash {SCRIPT_PATH}", timeout=context.options.timeout_s)
@@ -91,15 +91,15 @@ async def replay_script(context: InstallContext, script: str, *, strict: bool = 
         if strict and (added := await foreign_files(setup.pod, snapshot)):
             raise context.failed("edited-files", f"the set-up writes {', '.join(added[:5])}; mocks belong in {MOCKS}")
         sealed = await setup.pod.snapshot("fs")
-    made = store.snapshot(sealed.id).image.layers
     try:
-        find_secrets(store, made[len(context.start.layers) :], context)
+        made = await fleet.fetch_snapshot(sealed.id, above=context.start.layers)
+        find_secrets(context.store, made[len(context.start.layers) :], context)
         result = context.start.with_(layers=made)
         if changed:
-            result = with_files(store, result, {path: snapshot.files[path] for path in changed})
-        result = store.add_image(result.named(f"installed-{snapshot.name}-{result.id[:12]}".lower()))
+            result = with_files(context.store, result, {path: snapshot.files[path] for path in changed})
+        result = await fleet.keep_image(result.named(f"installed-{snapshot.name}-{result.id[:12]}".lower()))
     finally:
-        store.remove_snapshot(sealed.id)
+        await fleet.remove_snapshot(sealed.id)
     return Replay(result, tuple(changed), time.monotonic() - started)
 
 

@@ -14,15 +14,6 @@ from etude.tasks.installation.result import WORKSPACE, Installation
 from etude.tasks.installation.snapshot import RepositorySnapshot
 
 
-def local_store(fleet: Fleet) -> Store:
-    """Return the pod store of this machine; repositories are not installed on remote hosts."""
-    if fleet.local is None:
-        raise InputError(
-            "repositories are installed on the host that runs the pods, and this fleet has only remote hosts"
-        )
-    return fleet.local.store
-
-
 def with_files(store: Store, image: Image, files: Mapping[str, FileState | None], root: str = WORKSPACE) -> Image:
     """Return the image with these files in the workspace; None removes one that the image has."""
 
@@ -54,7 +45,6 @@ def commit_image(
 
     Only commits with the same dependency digest can share an installation.
     """
-    store = local_store(fleet)
     changed: dict[str, FileState | None] = {
         path: state for path, state in other.files.items() if installed.files.get(path) != state
     }
@@ -62,4 +52,4 @@ def commit_image(
     for path in installed.files:
         if path not in kept and not any(parent in other.files for parent in parents(path)):
             changed[path] = None
-    return with_files(store, store.image(installation.image), changed)
+    return with_files(fleet.store, fleet.store.image(installation.image), changed)

@@ -9,7 +9,7 @@ import os
 import random
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,6 +34,7 @@ from etude.tasks.mining.options import MiningOptions, check_same_options
 from etude.tasks.mining.requests import behaviours_of, clean_subject, full_request
 from etude.tasks.mining.screening import ScreenedChange, Screening, selected_commits
 from etude.tasks.mining.suites import CommandSuite, PytestSuite, UnsupportedSuite, open_suite
+from etude.tasks.mining.time_split import task_metadata
 from etude.tasks.validate import validate
 
 SUITE_TIMEOUT_S = 300.0
@@ -49,6 +50,23 @@ class MinedChange:
 
     task: str
     change: ScreenedChange
+    fully_noticed: bool = True  # a test fails for every mutation of its reference
+
+
+def select_tasks(found: Sequence[MinedChange], count: int, min_share: float) -> list[MinedChange]:
+    """Return the tasks of the shortest beginning of `found` that has `count`, or of all if it has too few.
+
+    Tasks in which a mutation goes unnoticed are taken as long as the others are a share of at least `min_share`.
+    """
+    chosen: list[MinedChange] = []
+    for end in range(1, len(found) + 1):
+        full = [each for each in found[:end] if each.fully_noticed][:count]
+        allowed = end if min_share <= 0 else int(len(full) * (1 - min_share) / min_share + 1e-9)
+        partly = [each for each in found[:end] if not each.fully_noticed][: min(allowed, count - len(full))]
+        chosen = [each for each in found[:end] if each in full or each in partly]
+        if len(chosen) == count:
+            break
+    return chosen
 
 
 @dataclass
@@ -74,9 +92,13 @@ class MiningState:
 
 @dataclass(frozen=True)
 class MinedSet:
-    """The tasks of a build in the order in which they were tried, and the journal of all changes looked at."""
+    """The tasks of a build in the order in which they were tried, and the journal of all changes looked at.
+
+    `spare` are tasks that are left out, because a mutation goes unnoticed in them as in enough others.
+    """
 
     changes: tuple[MinedChange, ...]
+    spare: tuple[str, ...]
     journal: Journal
     looked_at: frozenset[str]  # commits
 
@@ -102,27 +124,38 @@ async def mine(
     screening = Screening(history, commits, options, on_drop)
     numbers, lock = itertools.count(), asyncio.Lock()
 
+    def selected() -> list[MinedChange]:
+        found = [state.made[number] for number in sorted(state.made)]
+        return select_tasks(found, options.count, options.min_fully_noticed)
+
     def report(text: str = "") -> None:
-        done = min(len(state.made), options.count)
+        done = len(selected())
         tried = sum(bool(each.reason) and each.reason not in STATIC_REASONS for each in journal.entries.values())
         progress(done, options.count, f"{screening.looked_at} of {len(commits)} changes, {tried} failed in pods {text}")
 
     async def worker() -> None:
-        while len(state.made) < options.count:
+        while len(selected()) < options.count:
             async with lock:  # the order of changes decides which become tasks, not the speed of workers
                 change, number = await asyncio.to_thread(screening.next_change), next(numbers)
             if change is None:
                 return
             report(change.commit.id[:8])
             if task := await _evaluate(state, change):
-                state.made[number] = MinedChange(task, change)
+                state.made[number] = MinedChange(task, change, _fully_noticed(options.work_dir / "tasks" / task))
 
     async with asyncio.TaskGroup() as group:
         for _ in range(options.jobs):
             group.create_task(worker())
     report()
-    chosen = [state.made[number] for number in sorted(state.made)][: options.count]
-    return MinedSet(tuple(chosen), journal, frozenset(each.id for each in commits[: screening.looked_at]))
+    chosen = selected()
+    names = {each.task for each in chosen}
+    spare = [each.task for each in state.made.values() if not each.fully_noticed and each.task not in names]
+    return MinedSet(tuple(chosen), tuple(spare), journal, frozenset(each.id for each in commits[: screening.looked_at]))
+
+
+def _fully_noticed(task: Path) -> bool:
+    metadata = task_metadata(task)
+    return bool(metadata["mutations_noticed"] == metadata["mutations_tried"])
 
 
 async def _evaluate(state: MiningState, change: ScreenedChange) -> str:
@@ -157,7 +190,7 @@ async def _make_task(state: MiningState, change: ScreenedChange, name: str) -> N
     after = {**environment.files, **_present(parts.solution), **_present(parts.test_changes)}
     for path in (path for path, data in {**parts.solution, **parts.test_changes}.items() if data is None):
         after.pop(path, None)
-    async with open_suite(state.fleet, environment, after) as suite:
+    async with open_suite(state.fleet, environment, after, [file.path for file in parts.tests]) as suite:
         evidence, failing = await _run_tests(suite, change)
         tried, ignored = await _try_mutations(suite, change, evidence)
         _check_mutations(tried, ignored, state.options.min_noticed)

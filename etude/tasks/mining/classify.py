@@ -30,7 +30,7 @@ DROP_REASONS = {
     "no-tests": "changes no test",
     "tests-formatting": "the syntax trees of its tests are equal",
     "too-small": "changes fewer source lines than asked for",
-    "too-large": "changes more source lines or files than asked for",
+    "too-large": "changes more source lines or files than asked for, or a file too large to install",
     "few-files": "changes fewer source files than asked for",
     "vague": "its message does not say what to do",
 }

@@ -26,8 +26,10 @@ pathlib.Path("/logs/verifier/reward.txt").write_text("0" if missing else "1")
 """
 
 
-def command_verifier_files(installation: Installation, tests: Sequence[str], suite: Mapping[str, bytes]) -> TaskFiles:
-    """Return a `tests/` directory whose test.sh restores the suite, runs the test command and compares its report."""
+def command_verifier_files(
+    installation: Installation, line: str, tests: Sequence[str], suite: Mapping[str, bytes]
+) -> TaskFiles:
+    """Return a `tests/` directory whose test.sh restores the suite, runs a command line and compares its report."""
     env = " ".join(f"{key}={shlex.quote(value)}" for key, value in sorted({**installation.env, "CI": "true"}.items()))
     script = (
         "#!/bin/bash\n"
@@ -35,7 +37,7 @@ def command_verifier_files(installation: Installation, tests: Sequence[str], sui
         f"cp -R /tests/suite/. {WORKSPACE}/\n"
         f"cd {WORKSPACE}\n"
         f"export {env}\n"
-        f"( {installation.test_command} ) > /logs/verifier/tests.log 2>&1\n"
+        f"( {line} ) > /logs/verifier/tests.log 2>&1\n"
         "tail -n 200 /logs/verifier/tests.log\n"
         "python3 -I -S -B /tests/judge.py\n"
     )

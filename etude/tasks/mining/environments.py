@@ -24,7 +24,7 @@ from etude.tasks.generators.image import EXCLUDED_BINDS
 from etude.tasks.installation.dependencies import dependency_digest
 from etude.tasks.installation.result import Installation, InstallationFailed, load_installation, save_installation
 from etude.tasks.installation.snapshot import RepositorySnapshot, checkout
-from etude.tasks.installation.workspace import commit_image, local_store
+from etude.tasks.installation.workspace import commit_image
 
 ARCHIVE = "dependencies.tar"
 OPAQUE = ".wh..wh..opq"  # in a directory of which the base shows nothing
@@ -93,7 +93,7 @@ class EnvironmentPool:
             return await self._describe(digest, installation, installed, snapshot, image)
 
     async def _installation(self, digest: str, snapshot: RepositorySnapshot) -> Installation:
-        directory, store = self.directory / digest, local_store(self.fleet)
+        directory, store = self.directory / digest, self.fleet.store
         if (directory / FAILED).exists():
             raise InstallationFailed(**json.loads((directory / FAILED).read_text()))
         if (directory / "result.json").exists():
@@ -118,9 +118,9 @@ class EnvironmentPool:
         snapshot: RepositorySnapshot,
         image: Image,
     ) -> CommitEnvironment:
-        store = local_store(self.fleet)
-        full = store.image(installation.image)
+        full = self.fleet.store.image(installation.image)
         base, name = await self._base(installation, full)
+        await self.fleet.fetch_image(base)
         if not set(full.binds) <= {*base.binds, *EXCLUDED_BINDS}:
             raise InstallationFailed("build", f"{snapshot.label}: its image binds {set(full.binds) - set(base.binds)}")
         archive = self.directory / digest / ARCHIVE
@@ -150,7 +150,7 @@ class EnvironmentPool:
         archive.parent.mkdir(parents=True, exist_ok=True)
         archive.write_bytes(b"")
         if added:
-            store = local_store(self.fleet)
+            store = self.fleet.store
             layer = store.flatten(added, base.layers)  # type: ignore[arg-type]
             raw = io.BytesIO()
             pack(store.layer_path(layer), raw, layer.shift)

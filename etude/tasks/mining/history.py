@@ -14,10 +14,14 @@ from pathlib import Path
 from etude.data.documents import is_bare
 from etude.errors import InputError
 from etude.system.git import run_git
-from etude.tasks.installation.snapshot import split_revision
+from etude.tasks.installation.snapshot import MAX_FILE_BYTES, split_revision
 
 PULL_REQUEST = re.compile(r"Merge pull request #\d+ from |Merge branch '.*' into '.*'$|.*\(merge request !\d+\)$")
 _FIELDS = "%x1e%H%x1f%P%x1f%an%x1f%ae%x1f%cI%x1f%B"
+
+
+class BlobTooLarge(InputError):
+    """A changed file is larger than any that is installed."""
 
 
 @dataclass(frozen=True)
@@ -108,10 +112,14 @@ class History:
         return [os.fsdecode(path) for path in listed.split(b"\0") if path]
 
     def read_objects(self, ids: Sequence[str]) -> dict[str, bytes]:
-        """Return the contents of blobs by id."""
+        """Return the contents of blobs by id; raise BlobTooLarge before any is read if one is."""
         if not ids:
             return {}
-        data = run_git(self.root, "cat-file", "--batch", stdin="".join(f"{id}\n" for id in dict.fromkeys(ids)).encode())
+        asked = "".join(f"{id}\n" for id in dict.fromkeys(ids)).encode()
+        sizes = [line.split() for line in run_git(self.root, "cat-file", "--batch-check", stdin=asked).splitlines()]
+        if large := [int(size) for _, kind, *rest in sizes for size in rest if int(size) > MAX_FILE_BYTES]:
+            raise BlobTooLarge(f"a file of {large[0]:,} bytes, more than {MAX_FILE_BYTES:,}")
+        data = run_git(self.root, "cat-file", "--batch", stdin=asked)
         found, position = {}, 0
         while position < len(data):
             end = data.index(b"\n", position)
@@ -138,6 +146,8 @@ def open_history(repository: str) -> History:
     try:
         history.head = run_git(root, "rev-parse", "--verify", f"{revision}^{{commit}}").decode().strip()
     except InputError:
+        if revision == "HEAD":
+            raise InputError(f"{repository}: the repository has no commit; a benchmark needs a history") from None
         raise InputError(f"{repository}: {revision} is not a commit of this repository") from None
     if int(run_git(root, "rev-list", "--count", history.head)) < 2:
         raise InputError(f"{repository}: the history is a single commit; a benchmark needs changes with a parent")

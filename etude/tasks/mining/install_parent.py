@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from etude.errors import InputError
 from etude.pods.fleet import Fleet
 from etude.tasks.base_images import HostSettings
 from etude.tasks.generators.image import EXCLUDED_BINDS, prepare_base_image
@@ -27,19 +26,25 @@ def default_installer(options: InstallOptions) -> Installer:
 def install_options(
     maps: dict[str, str], allow: tuple[str, ...], index_url: str = "", cache: Path | None = None
 ) -> InstallOptions:
-    """Return the options of the installer for mined commits."""
-    return InstallOptions(images=maps, allow=allow, index_url=index_url, cache=cache, reruns=1, min_passing=0.5)
+    """Return the options of the installer for mined commits. Tasks start from an image whose system is read-only."""
+    return InstallOptions(
+        images=maps,
+        allow=allow,
+        index_url=index_url,
+        cache=cache,
+        reruns=1,
+        min_passing=0.5,
+        system_packages=False,
+    )
 
 
 async def mining_host_settings(fleet: Fleet, maps: dict[str, str]) -> HostSettings:
     """Return host settings under which environments of tasks exclude /opt, where mirrors of package indexes are."""
-    if fleet.local is None:
-        raise InputError("tasks are mined on the host that runs the pods, and this fleet has only remote hosts")
-    host = fleet.local.resolve("host")
+    host = await fleet.resolve("host")
     binds = tuple(path for path in host.binds if path not in EXCLUDED_BINDS)
     sealed = {}
     if binds != host.binds:
-        fleet.local.store.add_image(host.with_(binds=binds).named(SEALED_HOST))
+        fleet.name_image(host.with_(binds=binds).named(SEALED_HOST))
         sealed["host"] = SEALED_HOST
     python = (await prepare_base_image(fleet)).images
     return HostSettings(images={**sealed, **python, **maps})

@@ -87,7 +87,7 @@ def _verifier(task: MinedTask, suite: PytestSuite | CommandSuite, after: Mapping
     evidence = task.evidence
     tests = [*evidence.fail_to_pass, *evidence.pass_to_pass]
     if isinstance(suite, CommandSuite):
-        return command_verifier_files(task.environment.installation, tests, suite_of(after))
+        return command_verifier_files(task.environment.installation, suite.line, tests, suite_of(after))
     files = suite_of(after, suite.source)
     expected = 30.0 + 10 * evidence.seconds(tests)
     seconds = next((each for each in TIME_LIMITS_S if each >= expected), TIME_LIMITS_S[-1])

@@ -15,6 +15,7 @@ from etude.tasks.mining.time_split import TimeSplit
 from etude.tasks.validate import RERUNS
 
 MIN_NOTICED = 0.75  # least share of the mutations of a reference that tests notice
+MIN_FULLY_NOTICED = 0.8  # least share of the tasks in which every mutation is noticed
 WORK_DIR = ".build"  # in the output directory: journal, environments, tasks before the split
 
 
@@ -28,6 +29,7 @@ class MiningOptions:
     limit_commits: int | None = None
     limits: MiningLimits = field(default_factory=MiningLimits)
     min_noticed: float = MIN_NOTICED
+    min_fully_noticed: float = MIN_FULLY_NOTICED
     prompts: str = "terse"  # or "full"
     logs: bool = False
     jobs: int = 2

@@ -3,13 +3,16 @@
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from etude.errors import InputError
 from etude.pods.fleet import Fleet
 from etude.tasks.base_images import HostSettings
 from etude.tasks.generators.journal import JournalEntry
+from etude.tasks.installation.detect import propose
+from etude.tasks.installation.result import InstallationFailed
+from etude.tasks.installation.snapshot import checkout
 from etude.tasks.mining.build import STATIC_REASONS, ProgressCallback, mine
 from etude.tasks.mining.classify import DROP_REASONS, is_test_path
 from etude.tasks.mining.environments import Installer
@@ -84,7 +87,7 @@ async def build_benchmark(
 ) -> MiningReport:
     """Mine tasks, split them, and report the yield."""
     started = time.monotonic()
-    check_has_tests(history)
+    check_usable(history)
     mined = await mine(fleet, history, options, install, host_settings, progress)
     names = [each.task for each in mined.changes]
     result = SplitResult(tuple(names))
@@ -93,6 +96,7 @@ async def build_benchmark(
         prints = {each.task: each.change.fingerprint for each in mined.changes}
         result = split_names(dates, options.split, prints)
     entries = [entry for entry in mined.journal.entries.values() if entry.site in mined.looked_at]
+    entries = [replace(entry, reason="spare") if entry.task in mined.spare else entry for entry in entries]
     tasks = options.work_dir / "tasks"
     result = write_split(tasks, options.out, result, options.split is not None)
     kept = [*result.bench, *result.train]
@@ -119,10 +123,19 @@ def count_reasons(entries: Sequence[JournalEntry]) -> dict[str, int]:
     return {reason: counts[reason] for reason in [*first, *others] if counts[reason]}
 
 
-def check_has_tests(history: History) -> None:
-    """Raise InputError if the newest revision has no test file."""
+def check_usable(history: History) -> None:
+    """Raise InputError if the newest revision has no test file, is too large, or has its projects in directories."""
     if not any(is_test_path(path) for path in history.paths()):
         raise InputError(
             f"{history.root}: no test files (test_*.py, *.test.ts, *_test.go ...); "
             "tasks are made from changes that come with tests"
         )
+    newest = checkout(history.root, history.head)  # refuses files that are too large
+    try:
+        propose(newest, [])
+    except InstallationFailed as error:  # others may not hold for older revisions
+        if error.reason == "several-projects":
+            raise InputError(
+                f"{history.root}: a monorepo, with no project at the top; make a repository of one of its directories "
+                "(`git subtree split --prefix=DIRECTORY`) and build from that"
+            ) from None

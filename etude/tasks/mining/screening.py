@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from etude.tasks.mining.classify import ChangeParts, added_lines, reason_of_files, reason_of_message, split_parts
 from etude.tasks.mining.duplicates import ChangeFingerprint, fingerprint
-from etude.tasks.mining.history import History, HistoryCommit
+from etude.tasks.mining.history import BlobTooLarge, History, HistoryCommit
 from etude.tasks.mining.options import MiningOptions
 from etude.tasks.mining.requests import MinedRequest, choose_request
 from etude.tasks.mining.session_logs import session_of_change
@@ -57,8 +57,11 @@ class Screening:
         started = time.monotonic()
         reason, detail = reason_of_message(commit), commit.subject
         if not reason:
-            files = self.history.differences(commit)
-            reason = reason_of_files(files, self.options.limits)
+            try:
+                files = self.history.differences(commit)
+                reason = reason_of_files(files, self.options.limits)
+            except BlobTooLarge as error:
+                reason, detail = "too-large", str(error)
         if not reason:
             parts = split_parts(files)
             session = session_of_change(parts, self.options.sessions)

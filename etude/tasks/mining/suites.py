@@ -28,9 +28,9 @@ from etude.tasks.mining.environments import CommitEnvironment
 
 PYTEST_FRAMEWORKS = ("pytest", "unittest")  # pytest runs the tests of unittest, too
 KEEP_GOING = "--continue-on-collection-errors"
-# dist name and entry point names of the pytest plugins in the image
+# dist name and entry point names of the pytest plugins in the image, if pytest can be imported there
 _LIST_PLUGINS = """
-import importlib.metadata as m, json
+import importlib.metadata as m, json, pytest
 found = [[d.metadata["Name"] or "", e.name] for d in m.distributions() for e in d.entry_points if e.group == "pytest11"]
 print(json.dumps(found))
 """
@@ -56,10 +56,16 @@ class PytestSuite:
 
 
 class CommandSuite:
-    """Tests that run with the repository's own command, all of them, and whose report names them."""
+    """Tests that run with the repository's own command, and whose report names them: those of the changed files where
+    the command takes files as arguments, otherwise all."""
 
-    def __init__(self, fleet: Fleet, environment: CommitEnvironment, files: tuple[str, ...]) -> None:
+    def __init__(
+        self, fleet: Fleet, environment: CommitEnvironment, files: tuple[str, ...], changed: Sequence[str]
+    ) -> None:
         self.fleet, self.environment, self.files = fleet, environment, files
+        self.command = TestCommand.of(environment.installation)
+        self.arguments = self.command.own_files([path for path in changed if path in files])
+        self.line = self.command.line(self.arguments)
         self.sizes: Mapping[str, int] = {}
 
     async def run(
@@ -72,7 +78,7 @@ class CommandSuite:
                     await remove_if_exists(pod, f"{WORKSPACE}/{path}")
                 else:
                     await pod.write(f"{WORKSPACE}/{path}", data, mode=0o644)
-            found = await run_tests(pod, TestCommand.of(self.environment.installation), timeout=timeout)
+            found = await run_tests(pod, self.command, self.arguments, timeout=timeout)
         finally:
             await pod.close()
         outcomes = {
@@ -84,15 +90,15 @@ class CommandSuite:
 
 @asynccontextmanager
 async def open_suite(
-    fleet: Fleet, environment: CommitEnvironment, files_after: dict[str, bytes]
+    fleet: Fleet, environment: CommitEnvironment, files_after: dict[str, bytes], changed: Sequence[str] = ()
 ) -> AsyncIterator[PytestSuite | CommandSuite]:
-    """Yield the suite of a commit in the environment of its parent; `files_after` are the files of the commit."""
+    """Yield the suite of a commit in the environment of its parent; `files_after` are the files of the commit,
+    `changed` its changed test files."""
     installation = environment.installation
     if installation.project:
         raise UnsupportedSuite(f"the project is in {installation.project}; only one at the top is supported")
     if installation.framework not in PYTEST_FRAMEWORKS:
-        tests = tuple(path for path in files_after if is_test_path(path) and path.endswith(SOURCE_SUFFIXES))
-        yield CommandSuite(fleet, environment, tests)
+        yield _command_suite(fleet, environment, files_after, changed)
         return
     try:
         source = make_source(files_after, installation.repository)
@@ -101,8 +107,11 @@ async def open_suite(
     pod = await fleet.create(environment.image)
     try:
         listed = await pod.exec(["python3", "-c", _LIST_PLUGINS], timeout=60)
-        if not listed.ok:
-            raise UnsupportedSuite(f"the image has no working python3: {listed.stderr[-300:]}")
+        if not listed.ok and installation.framework == "pytest":
+            raise UnsupportedSuite(f"the image has no working pytest: {listed.stderr[-300:]}")
+        if not listed.ok:  # tests of unittest, and a pytest of that time that does not start with this Python
+            yield _command_suite(fleet, environment, files_after, changed)
+            return
         for path, data in pod_programs().items():
             await pod.write(f"{PROGRAM_DIR}/{path}", data)
         snapshot = await pod.snapshot()
@@ -113,6 +122,13 @@ async def open_suite(
         yield PytestSuite(executor)
     finally:
         await fleet.remove_snapshot(snapshot.id)
+
+
+def _command_suite(
+    fleet: Fleet, environment: CommitEnvironment, files_after: Mapping[str, bytes], changed: Sequence[str]
+) -> CommandSuite:
+    tests = tuple(path for path in files_after if is_test_path(path) and path.endswith(SOURCE_SUFFIXES))
+    return CommandSuite(fleet, environment, tests, changed)
 
 
 def _plugins(listed: str) -> tuple[str, ...]:

@@ -49,6 +49,13 @@ def test_test_extras_are_tried_in_order_and_then_none(extras: str, first: str) -
     assert step.required
 
 
+def test_extras_that_tox_tests_with_are_installed_together_with_those_of_the_tests() -> None:
+    extras = "[project.optional-dependencies]\ncrypto = ['x']\ntests = ['y']\ndocs = ['z']\n"
+    tox = "[testenv]\nextras =\n    crypto: crypto\n    docs, missing\n[testenv:lint]\nextras = other\n"
+    (step, *_) = proposal({"pyproject.toml": PYPROJECT + extras, "tox.ini": tox, **TEST}).steps
+    assert [line.rpartition(" ")[2] for line in step.alternatives[:3]] == ["'.[tests,crypto]'", "'.[tests]'", "."]
+
+
 def test_dependency_groups_are_expanded_and_linters_are_the_first_to_go() -> None:
     text = PYPROJECT + '[dependency-groups]\nlib = ["hypothesis"]\ntests = [{include-group = "lib"}, "mypy", "tox"]\n'
     (step,) = (each for each in proposal({"pyproject.toml": text, **TEST}).steps if each.name == "group tests")
@@ -181,3 +188,14 @@ def test_commits_with_the_same_dependencies_share_a_digest() -> None:
     other = snapshot({"pyproject.toml": PYPROJECT + 'dependencies = ["six"]\n', "a.py": "1"})
     assert dependency_digest(first) != dependency_digest(other)
     assert dependency_digest(first) != dependency_digest(snapshot({"pyproject.toml": PYPROJECT, "a/x.pyx": ""}))
+
+
+def test_requirements_of_documentation_count_only_where_they_are_included() -> None:
+    def digest(docs: str, **more: str) -> str:
+        tests = {"requirements/tests.txt": "pytest\n"} | {name.replace("__", "/"): text for name, text in more.items()}
+        return dependency_digest(snapshot({"pyproject.toml": PYPROJECT, "requirements/docs.txt": docs, **tests}))
+
+    assert digest("sphinx==1") == digest("sphinx==2")
+    included = {"requirements__dev.txt": "-r docs.txt\n"}
+    assert digest("sphinx==1", **included) != digest("sphinx==2", **included)
+    assert digest("sphinx==1", **{"requirements__tests.txt": "pytest<9\n"}) != digest("sphinx==1")

@@ -14,7 +14,7 @@ from etude.tasks.installation.package_index import IndexSettings, open_package_i
 from etude.tasks.installation.reports import read_statuses
 from etude.tasks.installation.script import compose_script, masked_failure, masked_test_command, redact
 from etude.tasks.installation.targets import TargetCommand, choose_targets, read_targets
-from etude.tasks.installation.test_run import TestRun
+from etude.tasks.installation.test_run import TestCommand, TestRun
 from etude.tasks.installation.verification import merge_runs, why_unacceptable
 
 
@@ -165,3 +165,31 @@ def test_dates() -> None:
     assert parse_time("2024-05-31T10:00:00+02:00").utcoffset() is not None
     with pytest.raises(InputError, match="--as-of tomorrow: expected a date"):
         parse_time("tomorrow")
+
+
+@pytest.mark.parametrize(
+    ("framework", "command", "given", "line"),
+    [
+        (
+            "node",
+            "node --import=tsx/esm --test test/*.ts",
+            "test/a.ts test-d/b.test-d.ts",
+            "node --import=tsx/esm --test test/a.ts",
+        ),
+        ("node", "node --test", "test/fixtures/data.js test/a.test.js", "node --test test/a.test.js"),
+        (
+            "mocha",
+            "npx mocha --reporter json './{test,spec}/**/*.js'",
+            "lib/x.js spec/u/a.js",
+            "npx mocha --reporter json spec/u/a.js",
+        ),
+        ("jest", "npx jest --json", "src/__tests__/a.js src/a.js", "npx jest --json src/__tests__/a.js"),
+        ("tap", "npx ava --tap", "test.js", "npx ava --tap test.js"),
+        ("go", "go test -json ./...", "a_test.go", "go test -json ./..."),
+    ],
+)
+def test_runners_of_javascript_are_given_the_test_files_that_they_run(
+    framework: str, command: str, given: str, line: str
+) -> None:
+    found = TestCommand(command, framework, "/work")
+    assert found.line(found.own_files(given.split())) == line

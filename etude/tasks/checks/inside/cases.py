@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 import sys
 
+from etude.pod_stdlib import suppress
 from etude.tasks.checks.inside.guard import (
     child_env,
     import_roots,
@@ -54,12 +54,15 @@ def _cases_child(send: Send, cases: list[JsonObject], roots: list[str]) -> None:
     for case in cases:
         message: JsonObject = {"id": case["id"]}
         printed = io.StringIO()
+        stdout, sys.stdout = sys.stdout, printed
         try:
-            with contextlib.redirect_stdout(printed):
+            try:
                 message["value"] = canonical_repr(_value(case))
+            finally:
+                sys.stdout = stdout
         except BaseException as error:  # SystemExit is a result too
             message["raised"] = [kind.__name__ for kind in type(error).__mro__]
-            with contextlib.suppress(BaseException):
+            with suppress(BaseException):
                 message["words"] = str(error)[:2000]
         message["printed"] = printed.getvalue()
         send(message)

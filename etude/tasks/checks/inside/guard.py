@@ -8,18 +8,17 @@ then what the submitted code chose to send. No process here knows an expected re
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import select
-import shutil
-import signal
 import site  # without effect under -S; the child may not be able to read it
 import stat
 import sys
 import time
 
-TYPE_CHECKING = False  # Python 3.8 and a fast start: no typing at run time
+from etude import pod_stdlib
+from etude.pod_stdlib import suppress
+
+TYPE_CHECKING = False  # Python 3.8
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any, NoReturn
@@ -27,11 +26,52 @@ if TYPE_CHECKING:
     JsonObject = dict[str, Any]
     Send = Callable[[JsonObject], None]
 
-PROGRAM = os.path.abspath(sys.argv[0])  # this program, a zip file or a directory (`etude.pods.payload`)
+PROGRAM = os.path.abspath(sys.argv[0])  # this program, a directory; its name, if it was sent (`etude.pods.payload`)
 HERE = os.path.dirname(PROGRAM)
 TESTER = 54321  # user and group id of the submitted code only
 MAX_OUTPUT = 32 << 10  # bytes kept of the child's output
 MAX_MESSAGES = 8 << 20  # bytes read of the child's messages
+SIGKILL = 9
+# Modules that a file of the workspace cannot replace in a process of the verifier: checks use them on submitted code.
+PINNED = frozenset(
+    [
+        "__future__",
+        "_bz2",
+        "_compression",
+        "_lzma",
+        "bz2",
+        "collections",
+        "contextlib",
+        "copyreg",
+        "email",
+        "enum",
+        "errno",
+        "fnmatch",
+        "functools",
+        "grp",
+        "hashlib",
+        "importlib",
+        "json",
+        "keyword",
+        "lzma",
+        "operator",
+        "pwd",
+        "re",
+        "reprlib",
+        "runpy",
+        "select",
+        "shutil",
+        "signal",
+        "struct",
+        "subprocess",
+        "tempfile",
+        "types",
+        "warnings",
+        "zipfile",
+        "zipimport",
+        "zlib",
+    ]
+)
 PATH = os.environ.get("PATH", "/usr/local/bin:/usr/bin:/bin")
 
 
@@ -92,7 +132,7 @@ def run_guarded(
         kill_all(pid)
         for fd in reads:
             os.close(fd)
-        shutil.rmtree(home, ignore_errors=True)
+        remove_tree(home)
     return result
 
 
@@ -106,19 +146,18 @@ def _run_child(
         _raise_oom_score()
         for fd, target in ((stdin, 0), (output, 1), (errors, 2)):
             os.dup2(fd, target)
-        for fd in range(3, 256):
-            if fd != messages:
-                with contextlib.suppress(OSError):
-                    os.close(fd)
+        os.closerange(3, messages)
+        os.closerange(max(3, messages + 1), 256)
         if can_switch_user():
             _become_tester()
         os.umask(0o022)
         os.environ.clear()
         os.environ.update({"PATH": PATH, "LANG": "C.UTF-8", "HOME": home, "TMPDIR": home, **env})
         os.chdir(cwd)
+        sys.meta_path.insert(0, PinnedModules([path for path in sys.path if os.path.abspath(path) != PROGRAM]))
 
         def send(message: JsonObject) -> None:
-            line = (secret + json.dumps(message) + "\n").encode()
+            line = (secret + pod_stdlib.dumps(message) + "\n").encode()
             while line:
                 line = line[os.write(messages, line) :]
 
@@ -129,10 +168,22 @@ def _run_child(
         os.write(2, f"{error}\n".encode("utf-8", "replace"))
         os._exit(127)
     except BaseException as error:  # this fork must never return into the parent's code
-        with contextlib.suppress(BaseException):
+        with suppress(BaseException):
             os.write(2, f"{type(error).__name__}: {error}\n".encode("utf-8", "replace"))
         os._exit(1)
     os._exit(0)
+
+
+class PinnedModules:
+    """Finds the modules in PINNED in the directories of the standard library."""
+
+    def __init__(self, directories: list[str]) -> None:
+        self.directories = directories
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        from _frozen_importlib_external import PathFinder
+
+        return PathFinder.find_spec(name, self.directories) if name in PINNED else None
 
 
 def can_switch_user() -> bool:
@@ -163,7 +214,7 @@ def _become_tester() -> None:
 
 def _raise_oom_score() -> None:
     """Make the OOM killer choose the child, not the verifier."""
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
 
 
@@ -175,7 +226,8 @@ def _open_input(data: bytes) -> int:
     with open(os.path.join(directory, "data"), "wb") as file:
         file.write(data)
     fd = os.open(file.name, os.O_RDONLY)
-    shutil.rmtree(directory)
+    os.unlink(file.name)
+    os.rmdir(directory)
     return fd
 
 
@@ -219,8 +271,8 @@ def _authentic_messages(lines: list[bytes], secret: bytes) -> list[JsonObject]:
     found = []
     for line in lines:
         if line.startswith(secret):
-            with contextlib.suppress(ValueError, RecursionError):
-                found.append(json.loads(line[len(secret) :]))
+            with suppress(ValueError, RecursionError):
+                found.append(pod_stdlib.loads(line[len(secret) :]))
     return [message for message in found if isinstance(message, dict)]
 
 
@@ -230,15 +282,15 @@ def _authentic_messages(lines: list[bytes], secret: bytes) -> list[JsonObject]:
 def kill_all(group: int) -> None:
     """Kill every process that the submitted code started, in any session, and wait until none is left."""
     for _ in range(300):
-        with contextlib.suppress(OSError):
-            os.killpg(group, signal.SIGKILL)
+        with suppress(OSError):
+            os.killpg(group, SIGKILL)
         own_user = can_switch_user()
         if own_user:
             _kill_as_tester()
         left = _tester_processes() if own_user else _descendants()
         for pid in left if not own_user else ():
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
+            with suppress(OSError):
+                os.kill(pid, SIGKILL)
         _reap()
         if not left:
             return
@@ -250,9 +302,9 @@ def _kill_as_tester() -> None:
     """Send SIGKILL to all processes of the tester's user at once, so that none escapes between listing and killing."""
     pid = os.fork()
     if pid == 0:
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             _become_tester()
-            os.kill(-1, signal.SIGKILL)  # every process of this user except this one
+            os.kill(-1, SIGKILL)  # every process of this user except this one
         os._exit(0)
     os.waitpid(pid, 0)
 
@@ -265,7 +317,7 @@ def _adopt_orphans() -> None:
 
 
 def _reap() -> None:
-    with contextlib.suppress(ChildProcessError):
+    with suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
 
@@ -275,7 +327,7 @@ def _live_processes() -> dict[int, tuple[int, int]]:
     found = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
-            with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
+            with suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
                 state, parent = file.read().rpartition(b")")[2].split()[:2]
                 if state not in (b"Z", b"X"):
                     found[int(name)] = os.stat(f"/proc/{name}").st_uid, int(parent)
@@ -301,7 +353,7 @@ def private_directory(name: str, owner: int | None = None) -> str:
     """Create a directory with an unguessable name, owned by this user or by `owner`."""
     for top in ("/", "/var/tmp", "/tmp"):
         path = os.path.join(top, f"{name}-{os.urandom(8).hex()}")
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             os.mkdir(path, 0o755)
             if owner is not None and can_switch_user():
                 os.chown(path, owner, owner)
@@ -319,15 +371,34 @@ def restore_suite(suite: str, workspace: str) -> set[str]:
             target = os.path.join(workspace, inside)
             _real_directories(workspace, os.path.dirname(inside))
             remove(target)
-            shutil.copyfile(source, target)
+            copy_file(source, target)
             os.chmod(target, 0o755 if os.stat(source).st_mode & 0o100 else 0o644)
             copied.add(inside)
     return copied
 
 
+def copy_file(source: str, target: str) -> None:
+    """Copy the content of a file."""
+    with open(source, "rb") as original, open(target, "wb") as copy:
+        copy.write(original.read())
+
+
+def remove_tree(path: str) -> None:
+    """Remove a directory if possible. No process of the submitted code is alive that could put a link into it."""
+    for directory, names, files in os.walk(path, topdown=False):
+        for name in [*names, *files]:
+            inside = os.path.join(directory, name)
+            with suppress(OSError):
+                (os.rmdir if name in names and not os.path.islink(inside) else os.unlink)(inside)
+    with suppress(OSError):
+        os.rmdir(path)
+
+
 def remove(path: str) -> bool:
     """Remove a file, link or directory; return whether it existed."""
     if os.path.isdir(path) and not os.path.islink(path):
+        import shutil
+
         shutil.rmtree(path)
         return True
     if os.path.lexists(path):
@@ -357,7 +428,7 @@ def prepare_workspace(workspace: str) -> None:
         for name in files:
             if name.endswith(".pyc"):
                 remove(os.path.join(directory, name))
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             os.chmod(directory, stat.S_ISVTX | 0o777)
 
 
@@ -382,6 +453,7 @@ def use_site_packages() -> None:
     Also remove the verifier's own modules: a module of the workspace may have the same name.
     """
     sys.path[:] = [path for path in sys.path if os.path.abspath(path) != PROGRAM]
+    sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not globals()["__loader__"]]
     for name in [name for name in sys.modules if name.split(".")[0] == __name__.split(".")[0]]:
         del sys.modules[name]
     sys.modules["__main__"] = type(sys)("__main__")

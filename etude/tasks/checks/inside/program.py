@@ -15,10 +15,10 @@ reward. Files beside the program:
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 
+from etude import pod_stdlib
 from etude.tasks.checks.inside.guard import HERE, PROGRAM, VerifierBroken, prepare_workspace, remove, restore_suite
 
 TYPE_CHECKING = False
@@ -41,7 +41,7 @@ def main() -> int:
 
 def observe_main() -> int:
     """Read checks from standard input, print their observations; what people read goes to standard error."""
-    spec, out = json.load(sys.stdin), os.dup(1)
+    spec, out = pod_stdlib.loads(sys.stdin.read()), os.dup(1)
     os.dup2(2, 1)
     workspace = spec["workspace"]
     restore_suite(os.path.join(HERE, "suite"), workspace)
@@ -52,7 +52,7 @@ def observe_main() -> int:
         print(f"verifier: {error}", file=sys.stderr)
         return 1
     with open(out, "w", encoding="utf-8") as file:
-        json.dump(found, file)
+        file.write(pod_stdlib.dumps(found))
     return 0
 
 
@@ -66,6 +66,10 @@ def observer(kind: str) -> Callable[[JsonObject, str], JsonObject]:
         from etude.tasks.checks.inside.pytest_run import observe_pytest
 
         return observe_pytest
+    if kind == "wheel":
+        from etude.tasks.checks.inside.wheels import observe_wheel
+
+        return observe_wheel
     from etude.tasks.checks.inside import observers
 
     found: Callable[[JsonObject, str], JsonObject] = getattr(observers, f"observe_{kind}")
@@ -92,7 +96,7 @@ def judge_main() -> int:
 
     def run(checks: list[JsonObject], expected: list[JsonObject], again: bool = False) -> judges.Judgement:
         executed, secrets = judges.prepare(checks, expected, read_suite, again=again)
-        given = json.dumps({**spec, "checks": executed}).encode()
+        given = pod_stdlib.dumps({**spec, "checks": executed}).encode()
         done = subprocess.run(command, input=given, stdout=subprocess.PIPE) if executed else None
         observed = judges.parse_observations(done.stdout if done else b"[]", len(executed))
         return judges.judge(checks, expected, observed, secrets, files)
@@ -108,7 +112,7 @@ def judge_main() -> int:
     path = os.path.join(LOGS, "reward.json")
     remove(path)
     with open(path, "w") as file:
-        json.dump(result.rewards, file)
+        file.write(pod_stdlib.dumps(result.rewards))
     return 0
 
 
@@ -123,4 +127,4 @@ def read_suite(path: str) -> bytes | None:
 
 def load(name: str) -> Any:
     with open(os.path.join(HERE, name), encoding="utf-8") as file:
-        return json.load(file)
+        return pod_stdlib.loads(file.read())

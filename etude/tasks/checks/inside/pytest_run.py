@@ -6,24 +6,24 @@ probes to a run, tests that must fail: a pytest that was patched to report succe
 
 from __future__ import annotations
 
-import ast
-import contextlib
 import os
-import shutil
 import sys
 
+from etude.pod_stdlib import suppress
 from etude.tasks.checks.inside.guard import (
     VerifierBroken,
     child_env,
     import_roots,
     private_directory,
     remove,
+    remove_tree,
     run_guarded,
     use_site_packages,
 )
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import ast
     from typing import Any
 
     from etude.tasks.checks.inside.guard import JsonObject, Send
@@ -67,7 +67,7 @@ def run_pytest(check: JsonObject, tests: list[str], workspace: str) -> JsonObjec
         env = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **child_env(check, workspace)}
         result = run_guarded(work, timeout=check.get("timeout", 120.0), cwd=workspace, env=env)
     finally:
-        shutil.rmtree(directory, ignore_errors=True)
+        remove_tree(directory)
     statuses: dict[str, str] = {}
     contradiction = ""
     for message in result.messages:
@@ -134,6 +134,7 @@ def _pytest_child(send: Send, arguments: list[str], roots: list[str], reverse: b
 
 def _check_equality_operands() -> None:
     """Rewrite `a == b` in asserts to `check(a) == check(b)`, where check rejects objects that equal everything."""
+    import ast
     import builtins
 
     from _pytest.assertion import rewrite
@@ -156,6 +157,8 @@ def _check_equality_operands() -> None:
 
 def _load_from_memory(sources: dict[str, str]) -> None:
     """Let pytest load some test files from these texts; what is on disk is for code that reads the tests."""
+    import ast
+
     from _pytest.assertion import rewrite
 
     original = rewrite._rewrite_test
@@ -174,6 +177,8 @@ def _load_from_memory(sources: dict[str, str]) -> None:
 
 
 def _check_call(value: ast.expr, name: str) -> ast.expr:
+    import ast
+
     if isinstance(value, ast.Constant):
         return value
     call = ast.Call(ast.Name(name, ast.Load()), [value], [])
@@ -188,7 +193,7 @@ def reject_equal_to_all(value: Any, depth: int = 0) -> Any:
     for item in value.values() if kind is dict else value if kind in (list, tuple, set, frozenset) else ():
         reject_equal_to_all(item, depth + 1)
     same = False
-    with contextlib.suppress(Exception):
+    with suppress(Exception):
         same = value == type("Unseen", (), {})()
     if same is True:
         raise AssertionError(f"a value of {kind.__name__} equals everything")

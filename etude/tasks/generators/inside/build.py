@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 
-from etude.tasks.checks.inside.observers import observe_wheel
+from etude.tasks.checks.inside.wheels import observe_wheel
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Run tests of a repository in a pod, as its verifier will, and write a report.
 
-    python3 run_tests.pyz SPEC.json REPORT.json
+    python3 run_tests SPEC.json REPORT.json
 
 SPEC    the fields of the verifier's `run.json` (workspace, run, paths, ini, plugins, arguments, env, timeout), and
         optionally `measure`: directories for which to record which test executes which line
