@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from etude.errors import EtudeError, InputError
-from etude.rollouts.queue import RolloutQueue
+from etude.rollouts.queue_client import AnyQueue
 from etude.rollouts.queue_records import ReadyGroup
 
 # ------------------------------------------------------------------------------------------- starting
@@ -26,7 +26,7 @@ def choose_tasks(tasks: Iterable[str], max_tasks: int | None) -> list[str]:
 
 
 def start(
-    evaluations: RolloutQueue,
+    evaluations: AnyQueue,
     step: int,
     tasks: Iterable[str],
     expected: Mapping[str, float] | None = None,
@@ -43,22 +43,17 @@ def start(
     return evaluations.add(((f"{_prefix(step)}{name}", seconds.get(name, 0.0)) for name in names), samples)
 
 
-def reconcile(evaluations: RolloutQueue, now: float) -> dict[str, int]:
-    """Requeue slots whose lease expired. Evaluation rollouts are never stale, whatever the trainer's step."""
-    return evaluations.reconcile(now, -1)  # below every step, also that of a rollout without a sampled token
-
-
-def rewind(evaluations: RolloutQueue, step: int) -> None:
+def rewind(evaluations: AnyQueue, step: int) -> None:
     """Go back to the checkpoint after `step`: discard later evaluations, and samples of the lost weights."""
     evaluations.rewind(step)
     discard_later(evaluations, step)
     evaluations.requeue_lost()
 
 
-def discard_later(evaluations: RolloutQueue, step: int) -> None:
+def discard_later(evaluations: AnyQueue, step: int) -> None:
     """Discard the evaluations of later steps, which the trainer has lost."""
-    for group in evaluations.progress():
-        if group.task[:1].isdigit() and _step(group.task) > step:
+    for later in (number for number in evaluations.numbers() if number > step):
+        for group in evaluations.progress(_prefix(later)):
             evaluations.discard(group.id, f"the trainer went back to step {step}")
 
 
@@ -75,12 +70,12 @@ class EvaluationProgress:
         return self.ready >= self.wanted
 
 
-def started(evaluations: RolloutQueue) -> list[int]:
+def started(evaluations: AnyQueue) -> list[int]:
     """Return the steps for which an evaluation was started."""
-    return sorted({_step(task) for task in evaluations.tasks() if task[:1].isdigit()})
+    return evaluations.numbers()
 
 
-def progress(evaluations: RolloutQueue, step: int) -> EvaluationProgress:
+def progress(evaluations: AnyQueue, step: int) -> EvaluationProgress:
     """Return the progress of the evaluation of a step."""
     groups = evaluations.progress(_prefix(step))
     kept = [group for group in groups if not group.dropped]
@@ -88,19 +83,15 @@ def progress(evaluations: RolloutQueue, step: int) -> EvaluationProgress:
     return EvaluationProgress(ready, wanted, len(groups) - len(kept))
 
 
-def is_finished(evaluations: RolloutQueue, step: int) -> bool:
+def is_finished(evaluations: AnyQueue, step: int) -> bool:
     """Return whether an evaluation was started and all its groups are finished or dropped."""
-    evaluations.requeue_lost()  # a sample that was in progress when its weights were lost
+    evaluations.requeue_lost(_prefix(step))  # a sample that was in progress when its weights were lost
     groups = evaluations.progress(_prefix(step))
     return bool(groups) and all(group.is_finished for group in groups)
 
 
 def _prefix(step: int) -> str:
     return f"{step:06d}/"
-
-
-def _step(task: str) -> int:
-    return int(task.partition("/")[0])
 
 
 # ------------------------------------------------------------------------------------------- results
@@ -116,7 +107,7 @@ class Evaluation:
     failures: int = 0  # of the infrastructure, over all samples, whether retried or dropped
 
 
-def results(evaluations: RolloutQueue, step: int) -> Evaluation:
+def results(evaluations: AnyQueue, step: int) -> Evaluation:
     """Return the results of a finished evaluation."""
     groups = evaluations.progress(_prefix(step))
     if waiting := [group.task for group in groups if not group.is_finished] if groups else ["all of it"]:

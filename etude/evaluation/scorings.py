@@ -37,5 +37,6 @@ def read_scorings(layout: RunLayout) -> list[dict[str, Any]]:
 
 
 def count_scorings(layout: RunLayout) -> dict[str, int]:
-    """Return how often each task set was scored."""
-    return dict(Counter(str(line["set"]) for line in read_scorings(layout)))
+    """Return how often each task set was scored, by the stage `control` too."""
+    lines = [*read_scorings(layout), *read_scorings(RunLayout(layout.control))]
+    return dict(Counter(str(line["set"]) for line in lines))

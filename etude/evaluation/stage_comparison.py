@@ -1,7 +1,8 @@
 """Compare the models of a run's stages on the same tasks: which earlier model is best, and what each stage gained.
 
-The best earlier model is chosen on validation; the gain over it is measured on every set, task by task. A gain whose
-interval includes 0 is unproven. One that is not found among proper sessions is a gain of format or ending only.
+The best earlier model is chosen on validation; the gain over it is measured on every set, task by task. RL is compared
+with its control too, which is no earlier model. A gain whose interval includes 0 is unproven. One that is not found
+among proper sessions is a gain of format or ending only.
 """
 
 from collections.abc import Mapping
@@ -14,13 +15,15 @@ Record = Mapping[str, Any]
 Results = Mapping[str, Mapping[str, Evaluation]]  # by model, in pipeline order, and by task set
 Verdict = Literal["proven", "only format or ending", "unproven", "worse"]
 
+CONTROL = "control"  # the model of a control of RL
 KEPT = ("solved", "proper", "proper_solved")  # figures that the facts of the stage hold, with their bounds
 
 
 def best_earlier(results: Results, model: str, validation: str) -> str | None:
     """Return the model before `model` that solves most of the validation tasks; None if it is the first."""
     names = list(results)
-    rates = {name: _solve_rate(results[name][validation]) for name in names[: names.index(model)]}
+    earlier = [name for name in names[: names.index(model)] if name != CONTROL]
+    rates = {name: _solve_rate(results[name][validation]) for name in earlier}
     return max(rates, key=lambda name: rates[name]) if rates else None
 
 
@@ -45,18 +48,24 @@ def _sign(difference: Record, name: str) -> int:
     return 1 if low > 0 else -1 if high < 0 else 0
 
 
-def stage_gains(results: Results, validation: str) -> dict[str, dict[str, Any]]:
-    """Return for every model but the first its difference from the best earlier one, on each set, with a verdict."""
-    found: dict[str, dict[str, Any]] = {}
-    for model, sets in results.items():
-        if (against := best_earlier(results, model, validation)) is None:
-            continue
-        gains: dict[str, Any] = {}
-        for name, after in sets.items():
-            difference = statistics.compare(results[against][name], after)
-            gains[name] = {**difference, "verdict": verdict(difference)}
-        found[model] = {"against": against, "sets": gains}
-    return found
+def stage_gains(results: Results, validation: str) -> list[dict[str, Any]]:
+    """Return the difference of every model but the first from the best earlier one, and that of RL from its control.
+
+    Each has a `model`, the one it is `against`, and a difference with a verdict for each set.
+    """
+    pairs = [(model, best_earlier(results, model, validation)) for model in results]
+    if "rl" in results and CONTROL in results:
+        pairs.append(("rl", CONTROL))
+    return [
+        {"model": model, "against": against, "sets": _differences(results[against], results[model])}
+        for model, against in pairs
+        if against is not None
+    ]
+
+
+def _differences(before: Mapping[str, Evaluation], after: Mapping[str, Evaluation]) -> dict[str, dict[str, Any]]:
+    found = {name: statistics.compare(before[name], each) for name, each in after.items()}
+    return {name: {**difference, "verdict": verdict(difference)} for name, difference in found.items()}
 
 
 def main_figures(record: Record) -> dict[str, Any]:
@@ -76,7 +85,7 @@ def largest_k(record: Record) -> int:
 
 
 def summary_lines(facts: Record) -> list[str]:
-    """Return the results of the stage as lines: a table of the models, the gain of the last one, and the scorings."""
+    """Return the results of the stage as lines: a table of the models, the gains of the last one, and the scorings."""
     models: Mapping[str, Mapping[str, Record]] = facts["models"]
     sets = list(next(iter(models.values())))
     lines = [f"{'':10}" + "".join(f"{_set_title(name, models):28}" for name in sets).rstrip()]
@@ -87,15 +96,16 @@ def summary_lines(facts: Record) -> list[str]:
         best = (_rate(figures[name], f"best/{largest_k(figures[name])}") for name in sets)
         lines.append(f"{model:10}" + "".join(f"{each:28}" for each in best).rstrip())
     last = list(models)[-1]
-    if gain := facts.get("gains", {}).get(last):
-        lines += gain_lines(last, gain)
+    for gain in facts["gains"]:
+        lines += gain_lines(gain, facts.get("control", "")) if gain["model"] == last else []
     counts = ", ".join(f"{name} {_times(count)}" for name, count in facts["scored"].items())
     return [*lines, f"scored in this run so far: {counts}"]
 
 
-def gain_lines(model: str, gain: Record) -> list[str]:
-    """Return the gain of a model against the best earlier one in words, a line for each set."""
-    lines = [f"{model} against {gain['against']}, the best earlier model on validation:"]
+def gain_lines(gain: Record, control: str) -> list[str]:
+    """Return the gain of a model against another one in words, a line for each set; `control` is its kind."""
+    role = control if gain["against"] == CONTROL else "the best earlier model on validation"
+    lines = [f"{gain['model']} against {gain['against']}, {role}:"]
     for name, difference in gain["sets"].items():
         k = largest_k(difference)
         figures = {"average": "solved", f"best of {k}": f"best/{k}", "among proper sessions": "proper_solved"}

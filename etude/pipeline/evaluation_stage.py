@@ -15,7 +15,7 @@ from etude.evaluation.held_out import Evaluation
 from etude.evaluation.scorings import count_scorings
 from etude.evaluation.stage_comparison import main_figures, stage_gains, summary_lines
 from etude.evaluation.statistics import summarise
-from etude.kernels import usable_device
+from etude.pipeline.cluster_plan import find_cluster, is_elsewhere, missing_resources, session_cores
 from etude.pipeline.data_stages import fix_task_sets
 from etude.pipeline.measure import TimeEstimate
 from etude.pipeline.model_evaluation import (
@@ -28,17 +28,28 @@ from etude.pipeline.model_evaluation import (
     model_names,
     sessions_of,
 )
+from etude.pipeline.pod_check import usable_pods
 from etude.pipeline.rl_stage import (
     POD_STORE_BYTES,
     STARTUP_S,
     TRACE_BYTES,
+    check_sampler_program,
     check_task_set,
     launched_samplers_and_workers,
     session_seconds,
     sessions_memory,
-    working_pods,
 )
-from etude.pipeline.stage import Facts, PlanContext, RecipeInputs, Stage, StageModel, StagePlan, inspect_model
+from etude.pipeline.stage import (
+    Facts,
+    PlanContext,
+    RecipeInputs,
+    Stage,
+    StageModel,
+    StagePlan,
+    inspect_model,
+    planned_device,
+    planned_gpus,
+)
 from etude.recipe.recipe import Recipe
 from etude.rollouts.settings import EvaluationSettings
 from etude.runs.run import Run
@@ -54,13 +65,17 @@ class EvaluationStage(Stage[EvaluationSettings]):
             check_task_set(inputs, key, name)
         sessions = sessions_of(recipe)
         with inputs.problems_of("evaluation"):
-            usable_device(sessions.sampler.device)
+            planned_device(sessions.sampler.device)
+            if recipe.rl is None:
+                check_sampler_program(inputs, "evaluation.sessions.sampler", sessions.sampler)
             models = self.models(inputs)
             check_windows({name: model.config for name, model in models.items()}, sessions.window)
             for model in models.values():
                 if model.tokenizer is not None:
                     dialect_for(model.tokenizer, sessions.dialect)
-            inputs.pods = inputs.pods or working_pods().summary()
+            if not is_elsewhere(recipe):
+                inputs.pods = inputs.pods or usable_pods(sessions.pods)
+        find_cluster(inputs)
 
     def models(self, inputs: RecipeInputs) -> dict[str, StageModel]:
         """Return the models to score, as far as they can be known."""
@@ -96,12 +111,13 @@ class EvaluationStage(Stage[EvaluationSettings]):
         if isinstance(alone, str):
             lines.append(alone)
         else:
-            each = STARTUP_S + per_model * alone / max(1.0, min(sessions.in_flight, context.machine.cores))
+            each = STARTUP_S + per_model * alone / max(1.0, min(sessions.in_flight, session_cores(context)))
             estimate = TimeEstimate(len(left) * each, "predicted from one rollout here")
         disk = len(left) * per_model * TRACE_BYTES + POD_STORE_BYTES
-        launches = tuple(launched_samplers_and_workers(sessions, context.inputs.pods))
-        memory = tuple(sessions_memory(sessions, model.config))
-        return StagePlan("evaluation", tuple(lines), estimate, memory, disk, launches)
+        launches, cluster = tuple(launched_samplers_and_workers(sessions, context.inputs)), context.inputs.cluster
+        memory = tuple(sessions_memory(sessions, model.config, planned_gpus(context.recipe), cluster=cluster))
+        lacking = tuple(missing_resources(recipe, sessions, cluster)) if recipe.rl is None else ()
+        return StagePlan("evaluation", tuple(lines), estimate, memory, disk, launches, cluster, lacking)
 
     def run(self, run: Run, recipe: Recipe, report: ProgressCallback) -> dict[str, Any]:
         settings, started = self.settings(recipe), time.monotonic()
@@ -120,7 +136,8 @@ class EvaluationStage(Stage[EvaluationSettings]):
             figures[model.name] = {name: main_figures(record) for name, record in records.items()}
         gains = stage_gains(results, Path(settings.validation).name)
         seconds = run.facts("evaluation").get("seconds", 0.0) + time.monotonic() - started
-        return {"models": figures, "gains": gains, "scored": count_scorings(run.layout), "seconds": seconds}
+        control = {"control": recipe.control.kind} if recipe.control else {}
+        return {"models": figures, "gains": gains, "scored": count_scorings(run.layout), "seconds": seconds, **control}
 
     def summarize(self, facts: Facts) -> str:
         return "\n  ".join(["solved by the model of each stage, same tasks and seeds", *summary_lines(facts)])

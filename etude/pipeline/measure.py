@@ -17,6 +17,7 @@ import torch
 from etude.data.packing import Batch
 from etude.kernels import usable_device
 from etude.kernels.loss import IGNORE
+from etude.model.adapters import add_adapters
 from etude.model.config import ModelConfig
 from etude.model.describe import training_flops_per_token
 from etude.model.mtp import MTP
@@ -61,6 +62,8 @@ def step_seconds(
     model.recompute = settings.recompute
     if frozen:
         model.requires_grad_(False)
+    if settings.lora is not None:
+        add_adapters(model, settings.lora)
     objective: Objective = with_mtp(mtp, joint=not frozen) if mtp else next_token
     optimizer = MasterAdamW({"model": model, **({"mtp": mtp} if mtp else {})}, AdamSettings())
     loss_share = ASSISTANT_SHARE if isinstance(settings, SftSettings) else 1.0

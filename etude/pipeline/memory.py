@@ -1,27 +1,28 @@
 """Memory and disk that training and sampling need, computed from the model's config and the recipe.
 
-Only the dominant parts are counted, each for the reason given; the sum should be right within a third. The memory of a
-process that has only loaded torch is counted too, because on a CPU it is often the larger part.
+Trainers are planned by `etude.model.trainer_memory`. Of the others only the dominant parts are counted, each for the
+reason given; the sum should be right within a third. The memory of a process that has only loaded torch is counted too,
+because on a CPU it is often the larger part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from etude.inference.settings import SamplerRunSettings
-from etude.kernels.loss import CHUNK_ELEMENTS
+from etude.model.communication import step_communication
 from etude.model.config import ModelConfig
-from etude.model.describe import Mesh, count_parameters, kv_bytes_per_token, memory_per_gpu
+from etude.model.describe import adapter_parameters, count_parameters, kv_bytes_per_token
+from etude.model.settings import LoraSettings
+from etude.model.trainer_memory import has_masters, trainer_memory, weight_bytes
+from etude.model.trainer_parts import TrainerSpec, trainer_parts
 from etude.rl.settings import RlSettings
 from etude.train.settings import TrainingSettings
 
 TORCH_BYTES = 350 << 20  # a process that has loaded torch; on a GPU about the size of a CUDA context
 WORKER_BYTES = 300 << 20  # a process that runs sessions
 POD_BYTES = 30 << 20  # a pod in which an agent works: its tool server, and a command now and then
-# Numbers kept for the backward pass in each layer, as a multiple of the layer's own width: SmolLM2-135M with 16 x 2048
-# tokens on an H200 peaks at 25.5 GiB, compiled at 18.5 (docs/performance.md); the nano base on a CPU keeps 1.6.
-KEPT_ACTIVATIONS, KEPT_ACTIVATIONS_COMPILED = 1.6, 1.15
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -38,6 +39,27 @@ class ProcessMemory:
         return sum(self.pieces.values())
 
 
+def trainer_spec(
+    settings: TrainingSettings | RlSettings, device: str, *, mtp_layers: int = 0, frozen: bool = False
+) -> TrainerSpec:
+    """Return what a stage's trainer computes. With `frozen`, only the layers of multi-token prediction are trained."""
+    s = settings
+    return TrainerSpec(
+        length=s.length,
+        rows=s.rows,
+        micro_batches=s.micro_batches if isinstance(s, TrainingSettings) else 2 * s.parallel.data_ranks,  # rl: several
+        precision=s.precision,
+        parallel=s.parallel,
+        recompute=s.recompute,
+        compile=s.compile,
+        lora=None if frozen else s.lora,
+        mtp_layers=mtp_layers,
+        frozen=frozen,
+        rounded=isinstance(s, RlSettings) and s.precision == "float32" and s.weights.dtype == "bfloat16",
+        device="cpu" if device == "cpu" else "cuda",
+    )
+
+
 def training_memory(
     config: ModelConfig,
     settings: TrainingSettings | RlSettings,
@@ -45,23 +67,49 @@ def training_memory(
     *,
     mtp_layers: int = 0,
     frozen: bool = False,
-) -> ProcessMemory:
-    """Return the memory of a trainer. With `frozen`, only the layers of multi-token prediction are trained."""
-    parameters, width = count_parameters(config), DTYPE_BYTES[settings.precision]
-    total = parameters.total + mtp_layers * parameters.mtp_layer
-    trained = mtp_layers * parameters.mtp_layer if frozen else total
-    tokens = settings.rows * settings.length
-    pieces = {
-        "torch": TORCH_BYTES,
-        "weights": width * total,
-        "gradients": _gradient_bytes(settings) * trained,
-        "optimizer": _optimizer_bytes(settings) * trained,
-        "activations": _activation_bytes(config, settings, mtp_layers, frozen),
-        "head": (width + 4) * parameters.embedding + width * min(CHUNK_ELEMENTS, tokens * config.vocab_size),
-    }
+) -> tuple[ProcessMemory, ...]:
+    """Return the memory of the processes of a trainer, one for each device of its mesh, and of a checkpoint.
+
+    While the files of a checkpoint are written, training goes on, and the optimizer's state is copied in host memory.
+    """
+    spec = trainer_spec(settings, device, mtp_layers=mtp_layers, frozen=frozen)
+    parts = trainer_parts(config, spec)
+    pieces = {"torch": TORCH_BYTES, **vars(trainer_memory(config, spec))}
     if isinstance(settings, RlSettings) and settings.estimator.kl != "none":
-        pieces["reference"] = width * parameters.total
-    return ProcessMemory("trainer", device, pieces)
+        starts = settings.estimator.reference == "start"
+        if settings.lora is not None and starts and not spec.is_sharded:  # shares the frozen weights
+            pieces["reference"] = spec.itemsize * adapter_parameters(config, settings.lora)
+        else:
+            pieces["reference"] = weight_bytes(spec, trainer_parts(config, replace(spec, lora=None, frozen=True)))
+    ranks = range(spec.parallel.processes)
+    devices = [f"cuda:{rank}" for rank in ranks] if spec.is_sharded and device != "cpu" else [device] * len(ranks)
+    copied = _stored_state_bytes(spec) * parts.trained * len(ranks)
+    return (
+        *(ProcessMemory("trainer", each, pieces) for each in devices),
+        ProcessMemory("checkpoint", "cpu", {"optimizer": copied}),
+    )
+
+
+def describe_communication(config: ModelConfig, spec: TrainerSpec) -> str:
+    """Say what a process receives from the others in a step."""
+    moved = {name: size for name, size in vars(step_communication(config, spec)).items() if size}
+    kinds = ", ".join(f"{name} {size / 1e9:,.2f}" for name, size in moved.items())
+    return f"each of {spec.parallel.processes} processes receives {sum(moved.values()) / 1e9:,.2f} GB a step: {kinds}"
+
+
+def describe_lora(lora: LoraSettings, config: ModelConfig) -> str:
+    """Say how many values the adapters have beside the model's."""
+    values, total = adapter_parameters(config, lora), count_parameters(config).total
+    return f"trains adapters of rank {lora.rank}: {values:,} values beside {total:,} frozen ones ({values / total:.1%})"
+
+
+def trained_parameters(
+    config: ModelConfig, settings: TrainingSettings | RlSettings, *, mtp_layers: int, frozen: bool
+) -> int:
+    """Return the number of values that have a gradient and are saved: MTP layers, and adapters or the whole model."""
+    parameters = count_parameters(config)
+    main = parameters.total if settings.lora is None else adapter_parameters(config, settings.lora)
+    return mtp_layers * parameters.mtp_layer + (0 if frozen else main)
 
 
 def tokens_that_fit(memory: ProcessMemory, free: int, tokens: int) -> int:
@@ -70,43 +118,21 @@ def tokens_that_fit(memory: ProcessMemory, free: int, tokens: int) -> int:
     return max(0, min(tokens, round(tokens * 0.8 * (free - fixed) / max(1, memory.pieces["activations"]))))
 
 
-def _has_master_weights(settings: TrainingSettings | RlSettings) -> bool:
-    """Return whether the weights are a rounded copy of float32 master weights."""
-    return settings.precision == "bfloat16" or (
-        isinstance(settings, RlSettings) and settings.weights.dtype == "bfloat16"
-    )
-
-
-def _gradient_bytes(settings: TrainingSettings | RlSettings) -> int:
-    """Return bytes per weight. With master weights, gradients are also summed in float32."""
-    return DTYPE_BYTES[settings.precision] + (4 if _has_master_weights(settings) else 0)
-
-
-def _optimizer_bytes(settings: TrainingSettings | RlSettings) -> int:
-    """Return bytes per weight: two moments, and the master weight if there is one."""
-    return 12 if _has_master_weights(settings) else 8
-
-
-def _activation_bytes(
-    config: ModelConfig, settings: TrainingSettings | RlSettings, mtp_layers: int, frozen: bool
-) -> int:
-    """Return the bytes that are kept for the backward pass."""
-    width, tokens = DTYPE_BYTES[settings.precision], settings.rows * settings.length
-    mesh = Mesh(1, sequence=1, rows=tokens)  # a row may hold several sequences, and more than the model's longest
-    checkpointed = memory_per_gpu(config, count_parameters(config), mesh).activations // 2  # in numbers, not bytes
-    one_layer = checkpointed - tokens * config.layers * config.hidden_size
-    if settings.recompute:
-        return width * (checkpointed + mtp_layers * one_layer)
-    layers = mtp_layers if frozen else config.layers + mtp_layers
-    return round(width * layers * one_layer * (KEPT_ACTIVATIONS_COMPILED if settings.compile else KEPT_ACTIVATIONS))
-
-
 def sampler_memory(config: ModelConfig, settings: SamplerRunSettings, device: str) -> ProcessMemory:
     """Return the memory of one engine: weights and a full KV cache."""
     width = 2 if device.startswith("cuda") else 4
     cache = settings.sampler.kv_cache_tokens * kv_bytes_per_token(config) * width // 2
     weights = width * count_parameters(config).total
     return ProcessMemory("sampler", device, {"torch": TORCH_BYTES, "weights": weights, "keys and values": cache})
+
+
+def server_memory(config: ModelConfig, settings: SamplerRunSettings, devices: Sequence[str]) -> list[ProcessMemory]:
+    """Return the memory of servers on these devices, without keys and values, and of the processes in front of them."""
+    sampler, parameters = settings.sampler, count_parameters(config)
+    size = DTYPE_BYTES[settings.precision] * parameters.total // (sampler.tensor_parallel if devices else 1)
+    servers = [ProcessMemory("server", device, {"torch": TORCH_BYTES, "weights": size}) for device in devices]
+    published = DTYPE_BYTES[settings.weights.dtype] * parameters.total
+    return [*servers, *[ProcessMemory("sampler", "cpu", {"torch": TORCH_BYTES, "weights": published})] * sampler.count]
 
 
 def inference_memory(config: ModelConfig, device: str, dtype: str) -> ProcessMemory:
@@ -125,9 +151,14 @@ def checkpoint_bytes(
     config: ModelConfig, settings: TrainingSettings | RlSettings, *, mtp_layers: int, frozen: bool
 ) -> int:
     """Return the size of one checkpoint: weights and optimizer state."""
-    parameters = count_parameters(config)
-    trained = mtp_layers * parameters.mtp_layer + (0 if frozen else parameters.total)
-    return (DTYPE_BYTES[settings.precision] + _optimizer_bytes(settings)) * trained
+    trained = trained_parameters(config, settings, mtp_layers=mtp_layers, frozen=frozen)
+    state = _stored_state_bytes(trainer_spec(settings, "cpu", mtp_layers=mtp_layers, frozen=frozen))
+    return (DTYPE_BYTES[settings.precision] + state) * trained
+
+
+def _stored_state_bytes(spec: TrainerSpec) -> int:
+    """Return the bytes per value of the optimizer's state in a checkpoint: with masters, if its weights are rounded."""
+    return 12 if has_masters(spec) or spec.precision == "bfloat16" else 8
 
 
 def max_checkpoints(settings: TrainingSettings | RlSettings, steps: int, *, halfway: bool) -> int:
@@ -140,4 +171,7 @@ def max_checkpoints(settings: TrainingSettings | RlSettings, steps: int, *, half
 
 def store_bytes(config: ModelConfig, settings: RlSettings) -> int:
     """Return the size of the chain of weight versions: full ones, and about as much again in deltas."""
-    return 2 * settings.weights.keep * weights_bytes(config, settings.weights.dtype)
+    if settings.lora is None:
+        return 2 * settings.weights.keep * weights_bytes(config, settings.weights.dtype)
+    adapters = DTYPE_BYTES[settings.weights.dtype] * adapter_parameters(config, settings.lora)
+    return 2 * settings.weights.keep * adapters

@@ -10,27 +10,36 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Iterable, Mapping
-from contextlib import closing
+from collections.abc import Mapping
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from etude.cluster.local import LocalServices
+from etude.cluster.launch import open_cluster
+from etude.cluster.settings import ClusterSettings
+from etude.cluster.supervisor import ServiceSupervisor
 from etude.errors import EtudeError, InputError
 from etude.evaluation import held_out
 from etude.evaluation.scorings import record_scoring
-from etude.model.checkpoint import load, rounded_views
+from etude.model.adapters import published_views
+from etude.model.checkpoint import load
 from etude.model.config import ModelConfig
 from etude.pipeline.render import duration
 from etude.recipe.recipe import Recipe
-from etude.rl.orchestrator import copy_model, evaluated_tasks, mark_services_ended, write_task_lists
+from etude.rl.orchestrator import evaluated_tasks, run_service, write_task_lists
+from etude.rl.services import WORKER, add_session_services
 from etude.rl.settings import RlSettings
+from etude.rl.starting_model import copy_model
 from etude.rollouts.queue import RolloutQueue
-from etude.rollouts.settings import MODEL_STAGES, EvaluationSessions, EvaluationSettings, evaluation_queue
+from etude.rollouts.queue_client import QueueClient
+from etude.rollouts.run_queues import open_queues
+from etude.rollouts.settings import MODEL_STAGES, EvaluationSessions, EvaluationSettings, load_queues
+from etude.runs.client import RunServiceUnavailable
 from etude.runs.layout import RunLayout
 from etude.runs.run import Artefact, Run
+from etude.runs.service_status import StatusReader
 from etude.system.progress import ProgressCallback
 from etude.tasks.task import Task
 from etude.weights.object_store import ObjectStore
@@ -39,7 +48,7 @@ from etude.weights.publisher import Publisher
 from etude.weights.versions import latest
 
 STEP = 0  # of the evaluation in the queue of its model, and of the weights it samples from
-TICK_S, RECONCILE_S = 0.1, 1.0
+TICK_S = 0.1
 START = "start"  # name of a model that no stage of the recipe has made
 
 
@@ -153,16 +162,19 @@ class ModelScoring:
     def score(self) -> dict[str, held_out.Evaluation]:
         """Score what is left to score; return the results by set."""
         self.prepare()
-        settings = evaluation_queue(self.sessions, self.evaluation.validation_samples)
-        with closing(RolloutQueue(self.layout.evaluations, settings)) as queue:
+        with open_queues(self.layout) as queues:
+            queue = queues["evaluation"]
             for name, tasks in self.tasks.items():
                 record_scoring(self.run, name, self.model.name, f"{self.model.name}/{self.layout.run_id()}")
                 held_out.start(queue, STEP, tasks, samples=self.evaluation.samples_of(name))
             queue.release()
-            if not held_out.is_finished(queue, STEP):
-                self.run_services(queue)
-            self.line.done += held_out.progress(queue, STEP).ready
-            results = held_out.results(queue, STEP)
+            queue.record_version(STEP, STEP)
+            finished = held_out.is_finished(queue, STEP)
+        if not finished:
+            self.run_services()
+        with closing(RolloutQueue.open_read_only(self.layout.evaluations)) as ended:
+            self.line.done += held_out.progress(ended, STEP).ready
+            results = held_out.results(ended, STEP)
         shutil.rmtree(self.layout.store, ignore_errors=True)  # a copy of the checkpoint
         found = {name: held_out.subset(results, f"{name}/") for name in self.tasks}
         for name, each in found.items():
@@ -184,56 +196,58 @@ class ModelScoring:
             )
         write_task_lists(self.layout, {}, {name: task for tasks in self.tasks.values() for name, task in tasks.items()})
 
-    def publish(self, queue: RolloutQueue) -> None:
+    def publish(self) -> None:
         """Publish the weights for the samplers as RL publishes its own, rounded in the same way."""
         store = ObjectStore(self.layout.store)
-        queue.record_version(STEP, STEP)
         if latest(store) is not None:
             return
         weights = self.sessions.weights
         model = load(self.layout.model, dtype=getattr(torch, self.sessions.precision), device="cpu")
         with torch.no_grad(), Publisher(store, run=self.layout.run_id()) as publisher:
-            publisher.publish_soon(STEP, rounded_views(model, getattr(torch, weights.dtype)))
+            publisher.publish_soon(STEP, published_views(model, getattr(torch, weights.dtype)))
             publisher.flush(self.sessions.stall_s)
 
-    def run_services(self, queue: RolloutQueue) -> None:
+    def run_services(self) -> None:
         """Run samplers and workers until every session is scored."""
+        dead: list[str] = []  # workers whose slots are not requeued yet
 
         def on_process_death(name: str, reason: str) -> None:
             with open(self.layout.logs / "deaths.jsonl", "a", encoding="utf-8") as log:
                 log.write(json.dumps({"time": time.time(), "name": name, "why": reason}) + "\n")
-            if name.startswith("worker"):
-                queue.release(name)
+            if name.startswith(WORKER):
+                dead.append(name)
 
         store = claimed(ObjectStore(self.layout.store), self.layout.run_id(), inside=True)
-        with store, mark_services_ended(self.layout), LocalServices(self.layout, on_process_death) as services:
-            for name in _numbered("sampler", self.sessions.sampler.count):
-                services.add(name, "etude.inference.sampler_process", "--name", name)
-            for name in _numbered("worker", self.sessions.workers):
-                services.add(name, "etude.rollouts.worker", "--name", name)
+        layout, cluster = self.layout, self.recipe.cluster or ClusterSettings()
+        with (
+            store,
+            open_cluster(cluster, layout) as machines,
+            closing(StatusReader(layout)) as statuses,
+            ServiceSupervisor(machines, layout.logs, statuses, on_process_death) as services,
+            run_service(services, layout) as client,
+        ):
+            add_session_services(services, layout, self.sessions, cluster, client.url)
             services.tick()  # they load their libraries while the weights are published
-            self.publish(queue)
-            self.wait(queue, services)
+            self.publish()
+            self.wait(QueueClient(client, "evaluation", load_queues(layout)["evaluation"]), services, dead)
 
-    def wait(self, queue: RolloutQueue, services: LocalServices) -> None:
+    def wait(self, queue: QueueClient, services: ServiceSupervisor, dead: list[str]) -> None:
         """Keep the services alive until the evaluation is finished; EtudeError if it makes no progress."""
-        reconciled = moved = time.monotonic()
-        seen: tuple[float, ...] = ()
-        while not held_out.is_finished(queue, STEP):
+        moved, seen, changes, finished, waiting_for = time.monotonic(), (0, 0.0), -1, False, "the run service"
+        while not finished:
             services.tick()
             now = time.monotonic()
-            if now - reconciled > RECONCILE_S:
-                held_out.reconcile(queue, time.time())
-                reconciled = now
-            ready = held_out.progress(queue, STEP).ready
-            self.line.update(ready, self.model.name)
-            state = (ready, queue.last_heartbeat())
-            moved, seen = (now, state) if state != seen else (moved, seen)
+            with suppress(RunServiceUnavailable):  # it is starting
+                while dead:
+                    queue.release(dead[-1])
+                    dead.pop()
+                if (figures := queue.state()).changes != changes:
+                    ready, waiting_for = held_out.progress(queue, STEP).ready, figures.waiting_for
+                    self.line.update(ready, self.model.name)
+                    state = (ready, figures.last_heartbeat)
+                    moved, seen = (now, state) if state != seen else (moved, seen)
+                    finished, changes = held_out.is_finished(queue, STEP), figures.changes
             if now - moved > self.sessions.stall_s:
                 stalled = f"evaluation of {self.model.name}: no progress for {self.sessions.stall_s:g} s"
-                raise EtudeError(f"{stalled} ({queue.waiting_for(time.time())}); its logs are in {self.layout.logs}")
+                raise EtudeError(f"{stalled} ({waiting_for}); its logs are in {self.layout.logs}")
             time.sleep(TICK_S)
-
-
-def _numbered(kind: str, count: int) -> Iterable[str]:
-    return (f"{kind}-{number}" for number in range(count))

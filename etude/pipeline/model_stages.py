@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,17 +17,21 @@ from etude.errors import InputError
 from etude.evaluation.codebase_nll import codebase_nll
 from etude.evaluation.settings import NllSettings
 from etude.files import files_digest
-from etude.model.config import PROFILE_FILE, ModelConfig
-from etude.model.describe import count_parameters
+from etude.model.checkpoint import SHARD_BYTES
+from etude.model.config import ModelConfig
+from etude.model.convert import convert_checkpoint
+from etude.model.describe import count_parameters, find_config
 from etude.model.gguf import gguf_config, import_gguf
+from etude.model.known import KNOWN_MODELS
 from etude.model.settings import BaseModelSettings, InitSettings
-from etude.pipeline.memory import inference_memory, weights_bytes
+from etude.pipeline.memory import TORCH_BYTES, ProcessMemory, inference_memory, weights_bytes
 from etude.pipeline.stage import PlanContext, RecipeInputs, Stage, StageModel, StagePlan, inspect_model, predict
 from etude.pipeline.survey import survey_files
 from etude.recipe.recipe import Recipe
 from etude.runs.run import Artefact, Parent, Run
 from etude.system.progress import ProgressCallback
 
+GIVE_WEIGHTS = "to run, download the model and give its directory with --set base.source=DIR"
 COPY_BYTES_PER_S = 100e6  # weights read, converted and written
 VOCABULARY_BYTES_PER_S = 1e6  # a vocabulary is learnt from
 CORE_OPERATIONS_PER_S = 1e10  # of a forward pass, on one core
@@ -77,6 +80,8 @@ class BaseStage(Stage[BaseModelSettings]):
     def find_model(self, inputs: RecipeInputs) -> StageModel:
         settings = self.settings(inputs.recipe)
         directory = Path(settings.source)
+        if settings.source in KNOWN_MODELS:
+            return StageModel(find_config(settings.source))
         if not directory.is_dir():
             if directory.is_absolute() and not directory.exists():
                 raise InputError(f"{directory} does not exist; name a model's directory, a .gguf file or a package")
@@ -88,17 +93,24 @@ class BaseStage(Stage[BaseModelSettings]):
 
     def plan(self, context: PlanContext) -> StagePlan:
         settings = self.settings(context.recipe)
-        return _plan_weights("base", context, settings.dtype, f"from {settings.source}")
+        known = settings.source in KNOWN_MODELS
+        origin = f"the published config {settings.source}: {GIVE_WEIGHTS}" if known else f"from {settings.source}"
+        plan = _plan_weights("base", context, settings.dtype, origin)
+        if not known and not Path(settings.source).is_dir():
+            return plan
+        files = min(2 * SHARD_BYTES, plan.disk)  # of a directory, one file is read and one written at a time
+        return dataclasses.replace(
+            plan, memory=(ProcessMemory("model", "cpu", {"torch": TORCH_BYTES, "files": files}),)
+        )
 
     def run(self, run: Run, recipe: Recipe, report: ProgressCallback) -> dict[str, Any]:
         settings = self.settings(recipe)
+        if settings.source in KNOWN_MODELS:
+            raise InputError(f"base.source: {settings.source} is a published config without weights; {GIVE_WEIGHTS}")
         dtype, source = getattr(torch, settings.dtype), Path(settings.source)
         with run.checkpoint("base", 0, parents=[source] if source.is_dir() else []) as directory:
             if source.is_dir():
-                models.save(models.load(source, dtype=dtype), directory)
-                Tokenizer.load(source).save(directory)
-                if (source / PROFILE_FILE).exists():
-                    shutil.copy(source / PROFILE_FILE, directory)
+                convert_checkpoint(source, directory, dtype)
             else:
                 import_gguf(settings.source, directory, dtype=dtype)
             if settings.chat_template == "chatml":

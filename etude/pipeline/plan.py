@@ -7,7 +7,7 @@ the plan. In an existing run, stages that are done cost nothing and the interrup
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +19,7 @@ from etude.chat.tokenizer import Tokenizer
 from etude.errors import InputError
 from etude.files import lock_holder
 from etude.pipeline.measure import BUDGET_S
+from etude.pipeline.memory import ProcessMemory
 from etude.pipeline.stage import FreeResources, PlanContext, RecipeInputs, Stage, StagePlan, inspect_model
 from etude.pipeline.stages import STAGES, chosen_stages
 from etude.pods.scheduling.pressure import read_pressure
@@ -172,18 +173,11 @@ def free_resources(out: Path | None) -> FreeResources:
 
 
 def _resource_warnings(plans: Sequence[StagePlan], context: PlanContext) -> list[str]:
-    lines = []
+    lines: list[str] = []
     for plan in plans:
-        for device in dict.fromkeys(each.device for each in plan.memory):
-            total = sum(each.total for each in plan.memory if each.device == device)
-            if total <= (free := context.machine.available(device, total)):
-                continue
-            advice = [] if plan.stage == "evaluation" else ["fewer rows, a shorter length or recompute = true"]
-            advice += ["fewer sampler.kv_cache_tokens and in_flight"] if plan.stage in ("rl", "evaluation") else []
-            lines.append(
-                f"{plan.stage} needs about {total / 2**30:,.1f} GiB on {device}, where {free / 2**30:,.1f} are free: "
-                f"{', '.join(advice)} take less"
-            )
+        lines += plan.warnings
+        if plan.cluster is None:
+            lines += _memory_warnings(plan, context)
         settings = getattr(context.recipe, plan.stage)
         on_cpu = plan.memory and plan.memory[0].device == "cpu"
         if not plan.done and on_cpu and getattr(settings, "precision", "") == "bfloat16":
@@ -192,3 +186,29 @@ def _resource_warnings(plans: Sequence[StagePlan], context: PlanContext) -> list
     if disk > free_disk:
         lines.append(f"the run needs about {disk / 1e9:,.1f} GB of disk, where {free_disk / 1e9:,.1f} are free")
     return lines
+
+
+def _memory_warnings(plan: StagePlan, context: PlanContext) -> Iterator[str]:
+    """Yield a line for each device with less free memory than a stage needs, and one for GPUs that are not here."""
+    by_device: dict[str, list[ProcessMemory]] = {}
+    for each in plan.memory:
+        by_device.setdefault("cuda:0" if each.device == "cuda" else each.device, []).append(each)
+    for device, processes in by_device.items():
+        total = sum(each.total for each in processes)
+        if total <= (free := context.machine.available(device, total)):
+            continue
+        advice = []
+        if any(each.process == "trainer" for each in processes):
+            advice.append("fewer rows, a shorter length or recompute = true")
+        elif any(each.process == "checkpoint" for each in processes):
+            advice.append("adapters (the optimizer's state is copied for a checkpoint)")
+        if plan.stage in ("rl", "evaluation"):
+            advice.append("fewer sampler.kv_cache_tokens and in_flight")
+        less = f": {', '.join(advice)} take less" if advice else ""
+        yield f"{plan.stage} needs about {total / 2**30:,.1f} GiB on {device}, where {free / 2**30:,.1f} are free{less}"
+    gpus = [device for device in by_device if device.startswith("cuda")]
+    if lacking := [gpu for gpu in gpus if not context.has_device(gpu)]:
+        yield (
+            f"{plan.stage} is planned for {len(gpus)} GPU{'s' if len(gpus) > 1 else ''}, of which this host lacks "
+            f"{len(lacking)} (several hosts: docs/parallel.md#several-hosts)"
+        )

@@ -55,22 +55,33 @@ def _stage_lines(stage: StagePlan) -> Iterator[str]:
         yield f"{duration(stage.time.seconds)} ({stage.time.basis})"
     yield from stage.does
     if stage.launches:
-        yield f"launches {', '.join(stage.launches)}"
-    for each, count in _grouped(stage.memory):
-        yield _memory_line(each, count)
+        where = "this machine" if stage.cluster is None else stage.cluster
+        yield f"launches {', '.join(stage.launches)}, on {where}"
+    for same in _grouped(stage.memory):
+        yield _memory_line(same)
     if stage.disk:
         yield f"{size(stage.disk)} of disk"
 
 
-def _grouped(memory: tuple[ProcessMemory, ...]) -> list[tuple[ProcessMemory, int]]:
-    return [(each, memory.count(each)) for number, each in enumerate(memory) if each not in memory[:number]]
+def _grouped(memory: tuple[ProcessMemory, ...]) -> list[list[ProcessMemory]]:
+    """Return the processes that need the same, each on a device of its own or all on one."""
+    found: list[list[ProcessMemory]] = []
+    for each in memory:
+        same = [group for group in found if (group[0].process, group[0].pieces) == (each.process, each.pieces)]
+        if same:
+            same[0].append(each)
+        else:
+            found.append([each])
+    return found
 
 
-def _memory_line(memory: ProcessMemory, count: int) -> str:
+def _memory_line(processes: list[ProcessMemory]) -> str:
+    memory, last = processes[0], processes[-1]
     pieces = sorted(memory.pieces.items(), key=lambda item: -item[1])
     parts = ", ".join(f"{name} {value / GIB:,.2f}" for name, value in pieces if value >= GIB / 200)
-    times = f"{count} x " if count > 1 else ""
-    return f"{times}{memory.total / GIB:,.2f} GiB on {memory.device} for the {memory.process}: {parts}"
+    times = f"{len(processes)} x " if len(processes) > 1 else ""
+    device = memory.device if last.device == memory.device else f"{memory.device} to {last.device}"
+    return f"{times}{memory.total / GIB:,.2f} GiB on {device} for the {memory.process}: {parts}"
 
 
 def duration(seconds: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,19 +18,31 @@ import numpy as np
 import torch
 
 from etude.chat.dialects import Dialect, dialect_for
+from etude.cluster.cluster import ClusterSize
+from etude.cluster.settings import ClusterSettings
 from etude.errors import InputError
 from etude.harness.prompt import SessionRequest
 from etude.harness.session import SessionSpec
 from etude.harness.session_factory import check_prompt_fits
 from etude.harness.tools.executor import exposed_tools
+from etude.inference.backends.launch import PROGRAMS
 from etude.inference.clients.inprocess import InProcessPolicy
 from etude.inference.engine import Engine
 from etude.inference.service import EngineService
-from etude.inference.settings import EngineOptions
+from etude.inference.settings import EngineOptions, SamplerSettings
 from etude.kernels import usable_device
+from etude.model.adapters import check_lora, fit_adapters
 from etude.model.checkpoint import load
 from etude.model.config import ModelConfig
 from etude.model.describe import count_parameters
+from etude.model.trainer_parts import check_expert_ranks
+from etude.pipeline.cluster_plan import (
+    describe_workers,
+    find_cluster,
+    is_elsewhere,
+    missing_resources,
+    session_cores,
+)
 from etude.pipeline.data_stages import fix_task_sets, task_count, task_directories
 from etude.pipeline.measure import TimeEstimate
 from etude.pipeline.memory import (
@@ -37,15 +50,28 @@ from etude.pipeline.memory import (
     WORKER_BYTES,
     ProcessMemory,
     checkpoint_bytes,
+    describe_lora,
     max_checkpoints,
     sampler_memory,
+    server_memory,
     store_bytes,
     training_memory,
+    weights_bytes,
 )
-from etude.pipeline.stage import Facts, PlanContext, RecipeInputs, Stage, StageModel, StagePlan, inspect_model
+from etude.pipeline.pod_check import usable_pods, weaker_pods
+from etude.pipeline.ranks import check_one_host
+from etude.pipeline.stage import (
+    Facts,
+    PlanContext,
+    RecipeInputs,
+    Stage,
+    StageModel,
+    StagePlan,
+    inspect_model,
+    planned_device,
+    planned_gpus,
+)
 from etude.pods import open_fleet
-from etude.pods.pod import Unsupported
-from etude.pods.runtime.probe import ProbeResult, strongest_backend
 from etude.recipe.recipe import Recipe
 from etude.rl.orchestrator import run_rl
 from etude.rl.packing import TrainingSequence, pack
@@ -55,7 +81,7 @@ from etude.rollouts.rollout import PolicyBinding, Rollout, RolloutFailed, run_ro
 from etude.rollouts.settings import EvaluationSessions
 from etude.rollouts.worker import rollout_options
 from etude.runs.layout import RunLayout
-from etude.runs.run import Run
+from etude.runs.run import Run, check_resumable
 from etude.system.progress import ProgressCallback
 from etude.tasks.harbor import read_task
 from etude.tasks.sources import TASK_SOURCES
@@ -80,7 +106,11 @@ class RlStage(Stage[RlSettings]):
         settings = self.settings(inputs.recipe)
         for key, device in (("rl.device", settings.device), ("rl.sampler.device", settings.sampler.device)):
             with inputs.problems_of(key):
-                usable_device(device)
+                planned_device(device)
+        check_sampler_program(inputs, "rl.sampler", settings.sampler)
+        if not is_elsewhere(inputs.recipe):
+            with inputs.problems_of("rl.parallel"):
+                check_one_host(settings.parallel)
         self._check_tasks(inputs)
         if settings.weights.store:
             with inputs.problems_of("rl.weights.store"):
@@ -92,13 +122,18 @@ class RlStage(Stage[RlSettings]):
         if (network := inputs.models.get("rl")) is not None:
             with inputs.problems_of("rl"):
                 check_balance(settings.balance, network.config, "rl")
+                check_lora(settings.lora, network.config, "rl")
+            with inputs.problems_of("rl.parallel"):
+                check_expert_ranks(settings.parallel, network.config)
         if (model := inputs.models.get("rl")) is not None and model.tokenizer is not None:
             with inputs.problems_of("rl.dialect"):
                 dialect = dialect_for(model.tokenizer, settings.dialect)
                 with inputs.problems_of("rl.window"):
                     self._check_prompts(inputs, dialect, settings.window or model.config.max_length)
-        with inputs.problems_of("rl"):
-            inputs.pods = working_pods().summary()
+        find_cluster(inputs)
+        if not is_elsewhere(inputs.recipe):
+            with inputs.problems_of("rl"):
+                inputs.pods = usable_pods(settings.pods)
 
     def _check_tasks(self, inputs: RecipeInputs) -> None:
         settings = self.settings(inputs.recipe)
@@ -136,17 +171,23 @@ class RlStage(Stage[RlSettings]):
         saved = checkpoints(RunLayout(run.path)) if run is not None else []
         step = saved[-1][0] if saved else 0
         lines = list(_lines(settings, sizes[settings.tasks], validation))
+        if settings.lora is not None:
+            lines.append(describe_lora(settings.lora, model.config))
         lines += [f"continues after step {step:,}"] if step else []
         records = run.metrics("rl") if run is not None else []
         if (estimate := seconds_from_records(settings, records, step, validation.count)) is None:
             rehearsal = self._rehearse(context, model)
             lines.append(rehearsal if isinstance(rehearsal, str) else rehearsal.line())
+            if settings.sampler.backend != "etude" and not isinstance(rehearsal, str):
+                lines[-1] += f", sampled by Etude's engine: a dry run starts no {sampler_program(settings.sampler)}"
             if not isinstance(rehearsal, str):
                 context.session_s = rehearsal.session_s
-                estimate = rehearsal.seconds(settings, context.machine.cores, validation)
-        launches = tuple(_launches(settings, context.inputs.pods))
-        memory = tuple(rl_memory(settings, model.config))
-        return StagePlan("rl", tuple(lines), estimate, memory, rl_disk(settings, model.config, validation), launches)
+                estimate = rehearsal.seconds(settings, session_cores(context), validation)
+        cluster, disk = context.inputs.cluster, rl_disk(settings, model.config, validation)
+        launches = tuple(_launches(settings, context.inputs))
+        memory = tuple(rl_memory(settings, model.config, planned_gpus(context.recipe), cluster))
+        lacking = tuple(missing_resources(context.recipe, settings, cluster))
+        return StagePlan("rl", tuple(lines), estimate, memory, disk, launches, cluster, lacking)
 
     def _rehearse(self, context: PlanContext, model: StageModel) -> Rehearsal | str:
         """Run one rollout and one step; return why not if that is not possible here."""
@@ -164,13 +205,18 @@ class RlStage(Stage[RlSettings]):
                 raise InputError(f"rl: a rollout of {tasks[0].name} fails here: {error}") from None
 
     def notices(self, recipe: Recipe) -> list[str]:
-        pods = working_pods()
-        lacks = pods.capabilities.lacks() if pods.capabilities else []
-        return [f"pods: {pods.summary()}; `etude pods doctor` says more"] if lacks else []
+        if is_elsewhere(recipe):
+            return []
+        weaker = weaker_pods(self.settings(recipe).pods)
+        return [weaker] if weaker else []
 
     def run(self, run: Run, recipe: Recipe, report: ProgressCallback) -> dict[str, Any]:
         fix_task_sets(run, recipe.evaluation)
-        return run_rl(run, self.settings(recipe), recipe.evaluation, recipe.seed, report)
+        control = RunLayout(run.layout.control)
+        if control.recipe.exists():  # a control with other settings would be none
+            check_resumable(control, control_recipe(recipe), resume=True, allow_changes=False)
+        cluster = recipe.cluster or ClusterSettings()
+        return run_rl(run, self.settings(recipe), recipe.evaluation, recipe.seed, report, cluster)
 
     def summarize(self, facts: Facts) -> str:
         first = f"{facts['steps']:,} steps"
@@ -204,6 +250,20 @@ CONTROLS = {
 }
 
 
+def control_recipe(recipe: Recipe) -> Recipe:
+    """Return the recipe of the control's own run: the same up to RL, whose signal and learning rate differ."""
+    assert recipe.rl is not None
+    assert recipe.control is not None
+    weights = recipe.rl.weights.model_copy(update={"store": ""})  # a store holds the weights of one run
+    rate = recipe.control.learning_rate or recipe.rl.learning_rate
+    changes = {"control": recipe.control.kind, "learning_rate": rate, "weights": weights}
+    stages = tuple(stage for stage in recipe.stages if stage != "control")
+    name = f"{recipe.name}-{recipe.control.kind}"
+    return recipe.model_copy(
+        update={"name": name, "stages": stages, "control": None, "rl": recipe.rl.model_copy(update=changes)}
+    )
+
+
 def _points(rise: Facts) -> str:
     low, high = (round(100 * rise[f"solved_{end}"]) for end in ("low", "high"))
     return f"{100 * rise['solved']:+.0f} points (95 % interval {low:+d} to {high:+d}, {rise['tasks']} tasks)"
@@ -213,14 +273,6 @@ def format_minutes(seconds: float) -> str:
     """Return whole seconds, from sixty on as minutes and seconds."""
     whole = round(seconds)
     return f"{whole} s" if whole < 60 else f"{whole // 60} min {whole % 60:02d} s"
-
-
-def working_pods() -> ProbeResult:
-    """Return the strongest kind of pods that this machine can make; InputError if there is none."""
-    try:
-        return asyncio.run(strongest_backend())
-    except Unsupported as error:
-        raise InputError(str(error)) from None
 
 
 def _task_set(name: str, recipe: Recipe) -> Any:
@@ -310,7 +362,7 @@ async def rehearse_rollout(
     with tempfile.TemporaryDirectory(prefix="etude-dry-run-") as state:
         async with (
             EngineService(Engine(network, cache, tokenizer=model.tokenizer)) as service,
-            open_fleet(state=state) as fleet,
+            open_fleet(pods=settings.pods, state=state) as fleet,
         ):
             binding = PolicyBinding(InProcessPolicy(service), dialect, window)
             started = time.perf_counter()
@@ -322,7 +374,10 @@ def too_large(context: PlanContext, model: StageModel, settings: RlSettings | Ev
     """Return why no rollout of this model is run in a dry run; "" if it can be."""
     size = count_parameters(model.config).total
     device = settings.device if isinstance(settings, RlSettings) else settings.sampler.device
-    on_cpu = usable_device(settings.sampler.device).type == "cpu"
+    for each in (planned_device(device), planned_device(settings.sampler.device)):
+        if not context.has_device(each):
+            return f"predicted only: this machine has no {each}, so no rollout was run"
+    on_cpu = planned_device(settings.sampler.device) == "cpu"
     if (on_cpu and size > REHEARSED_PARAMETERS) or 20 * size > context.machine.available(device, 20 * size):
         return f"predicted only: a model of {size / 1e6:,.0f}M parameters is too large to run a rollout here"
     return ""
@@ -353,14 +408,13 @@ def step_on(rollout: Rollout, settings: RlSettings, model: StageModel) -> float:
     assert model.directory is not None
     assert model.tokenizer is not None
     device = usable_device(settings.device)
-    trainer = Trainer(
-        load(model.directory, dtype=getattr(torch, settings.precision), device=device), adam_settings(settings)
-    )
+    network = load(model.directory, dtype=getattr(torch, settings.precision), device=device)
+    trainer = Trainer(fit_adapters(network, settings.lora, 0), adam_settings(settings))
     segments = [segment for segment in rollout.trace.segments if segment.sampled.any()]
     ones = [np.ones(int(segment.sampled.sum()), np.float32) for segment in segments]
     sequences = [TrainingSequence(segment, part) for segment, part in zip(segments, ones, strict=True)]
     padding = model.tokenizer.end_of_text
-    (batches,) = pack(sequences, trainer.model.config, length=settings.length, rows=settings.rows, padding=padding)
+    batches = pack(sequences, trainer.model.config, length=settings.length, rows=settings.rows, padding=padding)
     started = time.perf_counter()
     trainer.step(batches, open_objective(settings), 1.0, divisor=settings.length)
     return time.perf_counter() - started
@@ -427,29 +481,68 @@ def _lines(settings: RlSettings, prompts: int, validation: ValidationPlan) -> It
         yield f"{validation.count} validations, each {sessions}"
 
 
-def _launches(settings: RlSettings, pods: str) -> Iterator[str]:
+def _launches(settings: RlSettings, inputs: RecipeInputs) -> Iterator[str]:
     """Yield the processes that the stage starts."""
-    yield f"1 trainer on {usable_device(settings.device)}"
-    yield from launched_samplers_and_workers(settings, pods)
+    ranks, device = settings.parallel.processes, planned_device(settings.device, inputs.cluster)
+    yield f"1 trainer on {device}" + (f" in {ranks} processes" if ranks > 1 else "")
+    yield from launched_samplers_and_workers(settings, inputs)
 
 
-def launched_samplers_and_workers(settings: RlSettings | EvaluationSessions, pods: str) -> Iterator[str]:
+def launched_samplers_and_workers(settings: RlSettings | EvaluationSessions, inputs: RecipeInputs) -> Iterator[str]:
     """Yield the processes that run sessions."""
-    samplers, workers = settings.sampler.count, settings.workers
-    yield f"{samplers} sampler{'s' if samplers > 1 else ''} on {usable_device(settings.sampler.device)}"
-    pods = f"at most {settings.in_flight} pods ({pods or 'not tried'})"
-    yield f"{workers} worker{'s' if workers > 1 else ''}, with {pods}"
+    yield _launched_samplers(settings.sampler, inputs)
+    yield describe_workers(settings, inputs)
 
 
-def rl_memory(settings: RlSettings, config: ModelConfig) -> list[ProcessMemory]:
-    """Return the memory of every process; the first is the trainer."""
-    trainer = training_memory(config, settings, str(usable_device(settings.device)))
-    return [trainer, *sessions_memory(settings, config)]
+def _launched_samplers(sampler: SamplerSettings, inputs: RecipeInputs) -> str:
+    count = f"{sampler.count} sampler{'s' if sampler.count > 1 else ''}"
+    if sampler.urls:
+        return f"{count} in front of {sampler_program(sampler)} at {', '.join(sampler.urls)}"
+    device = planned_device(sampler.device, inputs.cluster)
+    if sampler.backend == "etude":
+        return f"{count} on {device}"
+    where = device if device == "cpu" else f"{sampler.tensor_parallel} GPU{'s' if sampler.tensor_parallel > 1 else ''}"
+    share = "its default share" if sampler.memory_fraction is None else f"{sampler.memory_fraction:.0%}"
+    server = f"a {sampler_program(sampler)} server on {where}, of whose memory it takes {share}"
+    return f"{count}, each with {server}"
 
 
-def sessions_memory(settings: RlSettings | EvaluationSessions, config: ModelConfig) -> list[ProcessMemory]:
-    """Return the memory of the processes that run sessions."""
-    processes = [sampler_memory(config, settings, str(usable_device(settings.sampler.device)))] * settings.sampler.count
+def sampler_program(sampler: SamplerSettings) -> str:
+    """Return the name of the program that samplers use, which is not Etude's engine."""
+    return PROGRAMS[sampler.backend].name
+
+
+def check_sampler_program(inputs: RecipeInputs, key: str, sampler: SamplerSettings) -> None:
+    """Record a problem if the server that samplers start is not installed."""
+    if sampler.backend != "etude" and not sampler.urls and not is_elsewhere(inputs.recipe):
+        with inputs.problems_of(f"{key}.server_python"):
+            PROGRAMS[sampler.backend].check_installed(sampler.server_python or sys.executable)
+
+
+def rl_memory(
+    settings: RlSettings, config: ModelConfig, gpus: int = 1, cluster: ClusterSize | None = None
+) -> list[ProcessMemory]:
+    """Return the memory of every process on a host with so many GPUs; the first ones are the trainer's."""
+    trainer = training_memory(config, settings, planned_device(settings.device, cluster))
+    return [*trainer, *sessions_memory(settings, config, gpus, settings.parallel.processes, cluster)]
+
+
+def sessions_memory(
+    settings: RlSettings | EvaluationSessions,
+    config: ModelConfig,
+    gpus: int,
+    trainers: int = 0,
+    cluster: ClusterSize | None = None,
+) -> list[ProcessMemory]:
+    """Return the memory of the processes that run sessions; of the GPUs the first ones are those of `trainers`."""
+    device, sampler = planned_device(settings.sampler.device, cluster), settings.sampler
+    devices = [device] * sampler.count * (sampler.tensor_parallel if device == "cuda" else 1)
+    if device == "cuda" and gpus > 1 and cluster is None:
+        devices = [f"cuda:{(trainers + number) % gpus}" for number in range(len(devices))]
+    if sampler.backend == "etude":
+        processes = [sampler_memory(config, settings, each) for each in devices]
+    else:
+        processes = server_memory(config, settings, [] if sampler.urls else devices)
     sessions = {"workers": settings.workers * WORKER_BYTES, "pods": settings.in_flight * POD_BYTES}
     return [*processes, ProcessMemory("sessions", "cpu", sessions)]
 
@@ -462,6 +555,9 @@ def rl_disk(settings: RlSettings, config: ModelConfig, validation: ValidationPla
     weights = store_bytes(config, settings) if not settings.weights.store else 0
     kept = max_checkpoints(settings, settings.steps, halfway=False)
     kept += 2 if settings.keep_best and validation.count > 2 else 0  # the best, and one being evaluated
+    if settings.sampler.backend != "etude":  # files for the servers: the version that they have, and the next
+        size = weights_bytes(config, settings.weights.dtype) if settings.lora is None else 0
+        weights += 2 * settings.sampler.count * size
     return kept * checkpoint + weights + sessions * TRACE_BYTES + POD_STORE_BYTES
 
 

@@ -19,7 +19,8 @@ TRAINING_STAGES = ("pretrain", "mtp", "extend", "sft")
 def stage_key(recipe: Recipe, stage: str) -> dict[str, Any]:
     """Return the part of a recipe that the result of a stage depends on."""
     until = recipe.stages[: recipe.stages.index(stage) + 1]
-    later = {name for name in stage_settings() if name not in until and name in (*COPIED_STAGES, "rl", "nll")}
+    omitted = (*COPIED_STAGES, "control", "rl", "nll")
+    later = {name for name in stage_settings() if name not in until and name in omitted}
     key = {
         name: value
         for name, value in settings_data(recipe).items()

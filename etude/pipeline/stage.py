@@ -12,19 +12,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from safetensors import SafetensorError, safe_open
+import torch
 
 from etude.chat.tokenizer import Tokenizer, check_vocabulary
+from etude.cluster.cluster import ClusterSize
 from etude.config import StageSettings
 from etude.errors import InputError
+from etude.kernels import usable_device
 from etude.model.config import ModelConfig
-from etude.model.mtp import MTP_FILE
+from etude.model.mtp import count_mtp_layers
 from etude.pipeline.measure import FIRST_TOKENS, TimeEstimate
 from etude.pipeline.memory import ProcessMemory, tokens_that_fit
 from etude.pipeline.survey import SourceSurvey
 from etude.recipe.recipe import Recipe, stage_settings
+from etude.rl.settings import RlSettings
 from etude.runs.run import Run
 from etude.system.progress import ProgressCallback
+from etude.train.settings import TrainingSettings
 
 Facts = Mapping[str, Any]
 S = TypeVar("S", bound=StageSettings)
@@ -53,6 +57,7 @@ class RecipeInputs:
     corpora: dict[str, int] = field(default_factory=dict)  # tokens of corpora that are built
     tasks: dict[str, int] = field(default_factory=dict)  # sizes of task sets
     pods: str = ""  # the pods that this machine can make
+    cluster: ClusterSize | None = None  # where services run; None: this machine
 
     @contextmanager
     def problems_of(self, key: str) -> Iterator[None]:
@@ -80,7 +85,23 @@ class StagePlan:
     memory: tuple[ProcessMemory, ...] = ()  # of all processes that run at once
     disk: int = 0
     launches: tuple[str, ...] = ()
+    cluster: ClusterSize | None = None  # where they are launched; None: on this machine
+    warnings: tuple[str, ...] = ()
     done: bool = False
+
+
+def planned_device(name: str, cluster: ClusterSize | None = None) -> str:
+    """Return the device that a plan is for. "cuda" is a plan for a GPU, also where this machine has none."""
+    if cluster is not None and name == "auto":
+        return "cuda" if cluster.gpus else "cpu"
+    return name if name == "cuda" else str(usable_device(name))
+
+
+def planned_gpus(recipe: Recipe) -> int:
+    """Return how many GPUs a plan is for: those of this machine or, without any, as many as a stage has processes."""
+    tables = (getattr(recipe, name) for name in recipe.stages)
+    wanted = [table.parallel.processes for table in tables if isinstance(table, TrainingSettings | RlSettings)]
+    return torch.cuda.device_count() or max(wanted, default=1)
 
 
 def predict(seconds: float, basis: str) -> TimeEstimate:
@@ -115,8 +136,14 @@ class PlanContext:
     def recipe(self) -> Recipe:
         return self.inputs.recipe
 
+    def has_device(self, device: str) -> bool:
+        """Return whether this machine has the device of a plan, or its first one."""
+        return ("cuda:0" if device == "cuda" else device) in self.machine.memory
+
     def measurable_tokens(self, memory: ProcessMemory, tokens: int) -> int | None:
         """Return how many of a trainer's tokens can be measured here; None if not even a few fit into memory."""
+        if not self.has_device(memory.device):
+            return None
         fitting = tokens_that_fit(memory, self.machine.available(memory.device, memory.total), tokens)
         return fitting if fitting >= min(tokens, FIRST_TOKENS) else None
 
@@ -201,15 +228,4 @@ def inspect_model(directory: Path) -> StageModel:
         raise InputError(f"{directory} has a config.json but no weights (*.safetensors)")
     tokenizer = Tokenizer.load(directory)
     check_vocabulary(tokenizer, config.vocab_size, str(directory))
-    return StageModel(config, tokenizer, _mtp_layers(directory / MTP_FILE), directory)
-
-
-def _mtp_layers(file: Path) -> int:
-    """Return how many layers of multi-token prediction a file holds; 0 if it does not exist."""
-    if not file.exists():
-        return 0
-    try:
-        with safe_open(file, "pt") as tensors:
-            return int((tensors.metadata() or {}).get("layers", 1))
-    except SafetensorError as error:
-        raise InputError(f"{file}: not readable as multi-token-prediction layers ({error})") from None
+    return StageModel(config, tokenizer, count_mtp_layers(directory), directory)

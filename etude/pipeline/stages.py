@@ -17,13 +17,11 @@ from etude.system.progress import progress_bars, progress_line
 if TYPE_CHECKING:
     from etude.pipeline.stage import Stage
 
-if TYPE_CHECKING:
-    pass
-
 _MODULES = {
     "model_stages": ("tokenizer", "base", "init", "nll"),
     "data_stages": ("tasks", "corpus"),
     "training_stages": ("pretrain", "mtp", "extend", "sft"),
+    "control_stage": ("control",),
     "rl_stage": ("rl",),
     "evaluation_stage": ("evaluation",),
 }

@@ -12,12 +12,22 @@ from typing import Any
 from etude.data.shards import Shards, read_manifest
 from etude.errors import InputError
 from etude.harness.profile import AgentProfile
-from etude.kernels import usable_device
+from etude.model.adapters import check_lora
 from etude.model.config import with_rope
+from etude.model.trainer_parts import check_expert_ranks
 from etude.pipeline.data_stages import fix_task_sets
 from etude.pipeline.measure import TimeEstimate, step_seconds
-from etude.pipeline.memory import ProcessMemory, checkpoint_bytes, max_checkpoints, training_memory
-from etude.pipeline.stage import Facts, PlanContext, RecipeInputs, Stage, StageModel, StagePlan
+from etude.pipeline.memory import (
+    ProcessMemory,
+    checkpoint_bytes,
+    describe_communication,
+    describe_lora,
+    max_checkpoints,
+    trainer_spec,
+    training_memory,
+)
+from etude.pipeline.ranks import joined_ranks
+from etude.pipeline.stage import Facts, PlanContext, RecipeInputs, Stage, StageModel, StagePlan, planned_device
 from etude.recipe.recipe import Recipe
 from etude.runs.run import Run
 from etude.system.progress import ProgressCallback
@@ -49,11 +59,14 @@ class TrainingStage(Stage[TrainingSettings]):
     def check(self, inputs: RecipeInputs) -> None:
         settings = self.settings(inputs.recipe)
         with inputs.problems_of(f"{self.name}.device"):
-            usable_device(settings.device)
+            planned_device(settings.device)
         inputs.check_length(f"{self.name}.length", settings.length, self.name)
         if (model := inputs.models.get(self.name)) is not None:
             with inputs.problems_of(self.name):
                 check_balance(settings.balance, model.config, self.name)
+                check_lora(settings.lora, model.config, self.name)
+            with inputs.problems_of(f"{self.name}.parallel"):
+                check_expert_ranks(settings.parallel, model.config)
         for part in settings.mix:
             with inputs.problems_of(f"{self.name}.mix"):
                 inputs.corpora[part.corpus] = self._corpus_tokens(part.corpus, "train", inputs)
@@ -103,13 +116,13 @@ class TrainingStage(Stage[TrainingSettings]):
         saved = list_checkpoints(run, self.name) if run is not None else []
         step = saved[-1][0] if saved else 0
         trained: dict[str, Any] = {"mtp_layers": model.mtp_layers, "frozen": self.name == "mtp"}
-        memory = training_memory(model.config, settings, str(usable_device(settings.device)), **trained)
+        memory = training_memory(model.config, settings, planned_device(settings.device), **trained)
         halfway = self.name == "pretrain" and context.recipe.mtp is not None
         return StagePlan(
             self.name,
             tuple(self._lines(context, steps, step)),
-            self._time(context, memory, steps, step),
-            (memory,),
+            self._time(context, memory[0], steps, step),
+            memory,
             max_checkpoints(settings, steps, halfway=halfway) * checkpoint_bytes(model.config, settings, **trained),
         )
 
@@ -130,9 +143,14 @@ class TrainingStage(Stage[TrainingSettings]):
                 passes = tokens * part.weight / total / available
                 amount = f"{passes:.0%}" if passes < 1 else f"{passes:,.1f} times all"
                 yield f"reads {amount} of {Path(part.corpus).name} ({available / 1e6:,.2f}M tokens)"
+        if settings.lora is not None:
+            yield describe_lora(settings.lora, context.inputs.models[self.name].config)
         if layers := context.inputs.models[self.name].mtp_layers:
             how = "alone, with the model frozen" if self.name == "mtp" else "with the model"
             yield f"trains {layers} layer{'s' if layers > 1 else ''} of multi-token prediction {how}"
+        if settings.parallel.processes > 1:
+            spec = trainer_spec(settings, "cpu", mtp_layers=layers, frozen=self.name == "mtp")
+            yield describe_communication(context.inputs.models[self.name].config, spec)
 
     def _time(self, context: PlanContext, memory: ProcessMemory, steps: int, step: int) -> TimeEstimate | None:
         settings, model, run = self.settings(context.recipe), context.inputs.models[self.name], context.inputs.run
@@ -141,6 +159,8 @@ class TrainingStage(Stage[TrainingSettings]):
         tokens = settings.rows * settings.micro_batches * settings.length
         if len(speeds) >= SETTLED_STEPS:
             estimate = TimeEstimate(tokens / median(speeds), f"from the {len(speeds)} earlier steps of this run")
+        elif settings.parallel.processes > 1:
+            return None
         elif (max_tokens := context.measurable_tokens(memory, settings.rows * settings.length)) is not None:
             estimate = step_seconds(
                 model.config,
@@ -167,8 +187,10 @@ class TrainingStage(Stage[TrainingSettings]):
         sessions = recipe.rl or (recipe.evaluation.sessions if recipe.evaluation else None)
         with_profile = self.name == "sft" and sessions is not None
         profile = AgentProfile.of(sessions, recipe.plugins).to_json() if with_profile and sessions else ""
-        context = stages.StageContext(run, recipe.seed, report, recipe.mtp, profile)
-        facts: dict[str, Any] = getattr(stages, self.name)(context, self.settings(recipe))
+        settings = self.settings(recipe)
+        with joined_ranks(run, self.name, settings.parallel, settings.device) as mesh:
+            context = stages.StageContext(run, recipe.seed, report, recipe.mtp, profile, mesh)
+            facts: dict[str, Any] = getattr(stages, self.name)(context, settings)
         return facts
 
     def summarize(self, facts: Facts) -> str:

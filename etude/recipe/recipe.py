@@ -16,6 +16,7 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, model_validator
 
+from etude.cluster.settings import ClusterSettings
 from etude.config import (
     StageSettings,
     import_plugins,
@@ -29,8 +30,10 @@ from etude.data.settings import DEMONSTRATIONS, CorporaSettings, TokenizerSettin
 from etude.errors import InputError
 from etude.evaluation.settings import NllSettings
 from etude.model.settings import BaseModelSettings, InitSettings
-from etude.rl.settings import RlSettings
+from etude.parallel.settings import ParallelSettings
+from etude.rl.settings import ControlSettings, RlSettings
 from etude.rollouts.settings import EvaluationSettings
+from etude.runs.address import ServiceSettings
 from etude.runs.run import RunSettings
 from etude.tasks.settings import TaskSetsSettings
 from etude.tasks.sources import TASK_SOURCES, TaskSource
@@ -71,6 +74,15 @@ class Recipe(RunSettings):
         default={}, description="digest of each plugin's source; recorded by a run, and then checked"
     )
 
+    service: ServiceSettings = Field(
+        default_factory=ServiceSettings, description="where the run service of the stages rl and evaluation listens"
+    )
+    parallel: ParallelSettings | None = Field(
+        default=None, description="processes of each training stage and of rl, unless its table has its own `parallel`"
+    )
+    cluster: ClusterSettings | None = Field(
+        default=None, description="where the services of rl and evaluation run; default: this machine"
+    )
     tokenizer: TokenizerSettings | None = None
     base: BaseModelSettings | None = None
     init: InitSettings | None = None
@@ -80,6 +92,7 @@ class Recipe(RunSettings):
     mtp: MtpSettings | None = None
     extend: ExtendSettings | None = None
     sft: SftSettings | None = None
+    control: ControlSettings | None = None
     rl: RlSettings | None = None
     nll: NllSettings | None = None
     evaluation: EvaluationSettings | None = None
@@ -104,7 +117,15 @@ class Recipe(RunSettings):
         if not isinstance(data, dict) or not isinstance(stages := data.get("stages"), list | tuple):
             return data
         known = stage_settings()
-        return {**{stage: {} for stage in stages if isinstance(stage, str) and stage in known}, **data}
+        tables = {**{stage: {} for stage in stages if isinstance(stage, str) and stage in known}, **data}
+        if (shared := data.get("parallel")) is not None:
+            training = [name for name, table in known.items() if "parallel" in table.model_fields and name in tables]
+            if not training:
+                raise ValueError("parallel would not be used: no training stage is in stages")
+            for name in training:
+                if isinstance(tables[name], dict):
+                    tables[name] = {"parallel": shared, **tables[name]}
+        return tables
 
     @model_validator(mode="after")
     def _mixtures_name_corpora_that_are_built(self) -> Self:
@@ -152,12 +173,41 @@ class Recipe(RunSettings):
         return self
 
     @model_validator(mode="after")
+    def _control_is_given_once(self) -> Self:
+        if self.control is None:
+            return self
+        if self.rl is None:
+            raise ValueError('the stage "control" needs the stage "rl", of which it is a control: add it to stages')
+        if self.rl.control != "none":
+            raise ValueError(
+                f'rl.control = "{self.rl.control}" beside the stage "control": set control.kind, or leave the stage out'
+            )
+        if self.control.kind == "imitation" and self.sft is None:
+            raise ValueError('control.kind = "imitation" needs the demonstrations of the stage "sft": add it to stages')
+        return self
+
+    @model_validator(mode="after")
     def _measured_models_are_made(self) -> Self:
         for name in (self.evaluation.models or ()) if self.evaluation else ():
             if name not in self.stages:
                 raise ValueError(
                     f'evaluation.models names "{name}", which is not in stages; {suggest(name, self.stages)}'
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _cluster_is_used(self) -> Self:
+        if self.cluster is None:
+            return self
+        if self.rl is None and self.evaluation is None:
+            raise ValueError("cluster would not be used: neither rl nor evaluation is in stages")
+        devices = [("rl.device", self.rl.device), ("rl.sampler.device", self.rl.sampler.device)] if self.rl else []
+        if self.evaluation and self.evaluation.sessions:
+            devices.append(("evaluation.sessions.sampler.device", self.evaluation.sessions.sampler.device))
+        for key, device in devices:
+            if ":" in device and not self.cluster.is_local:
+                given = f"{key} = {device} names a GPU of one machine, but cluster.address is {self.cluster.address}"
+                raise ValueError(f"{given}, which chooses GPUs: give {device.partition(':')[0]} or auto")
         return self
 
     @model_validator(mode="after")

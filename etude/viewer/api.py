@@ -19,11 +19,12 @@ from functools import lru_cache
 from pathlib import Path
 
 from etude.errors import EtudeError, InputError
+from etude.evaluation.stage_comparison import CONTROL
 from etude.harness.trace import Trace
-from etude.harness.trace_store import load_trace
 from etude.rollouts.queue_records import Slot
+from etude.rollouts.stored_traces import StoredTrace, StoredTraces
 from etude.runs.layout import RunLayout
-from etude.runs.service_status import read_status
+from etude.runs.service_status import StatusReader
 from etude.viewer import chart_data, overview
 from etude.viewer.catalogue import (
     SETS,
@@ -45,7 +46,7 @@ from etude.viewer.run_reader import (
     run_status,
 )
 from etude.viewer.session_view import TextLimit, TokenTexts, activity_strip, describe_session, describe_tokens
-from etude.viewer.stage_outcome import stage_outcome
+from etude.viewer.stage_outcome import recorded_gains, stage_outcome
 from etude.viewer.tasks import ListedTask, describe_task, read_listed_tasks
 
 SILENT_AFTER_S = 10.0  # services write every second, later on a busy machine
@@ -65,6 +66,7 @@ class RunApi:
         self._metrics = JsonLines(self.layout.metrics)
         self._lineage = JsonLines(self.layout.lineage)
         self._catalogue = RolloutCatalogue(self.layout)
+        self._statuses = StatusReader(self.layout)
         self._tasks: tuple[list[float], dict[str, ListedTask], list[str]] | None = None
         self._lock = threading.Lock()  # protects the caches, which all requests share
 
@@ -181,27 +183,26 @@ class RunApi:
     def services(self, problems: list[str]) -> list[JsonObject]:
         """Return the last status of every process of the run."""
         found = []
-        for path in sorted(self.layout.services.glob("*.json")):
-            try:
-                result = read_status(self.layout, path.stem)
-            except (EtudeError, OSError, UnicodeError, TypeError, ValueError) as error:
-                problems.append(f"rl/services/{path.name} cannot be read: {error}")
-                continue
-            if result is not None:
-                last_seen = as_number(result.get("time")) or 0.0
-                silent = time.time() - last_seen > SILENT_AFTER_S and result.get("state") != "ended"
-                numbers = {name: result[name] for name in SERVICE_FIGURES if as_number(result.get(name)) is not None}
-                held = result.get("held")
-                numbers |= {"rollouts": len(held)} if isinstance(held, list | dict) else {}
-                found.append(
-                    {
-                        "name": path.stem,
-                        "state": "silent" if silent else str(result.get("state", "")),
-                        "heard": last_seen,
-                        "waiting_for": str(result.get("waiting_for") or ""),
-                        "figures": numbers,
-                    }
-                )
+        try:
+            statuses = self._statuses.all()
+        except EtudeError as error:
+            problems.append(str(error))
+            return []
+        for name, status in statuses.items():
+            facts = status.facts
+            silent = status.age_s > SILENT_AFTER_S and status.state != "ended"
+            numbers = {key: facts[key] for key in SERVICE_FIGURES if as_number(facts.get(key)) is not None}
+            held = facts.get("held")
+            numbers |= {"rollouts": len(held)} if isinstance(held, list | dict) else {}
+            found.append(
+                {
+                    "name": name,
+                    "state": "silent" if silent else status.state,
+                    "heard": time.time() - status.age_s,
+                    "waiting_for": str(facts.get("waiting_for") or ""),
+                    "figures": numbers,
+                }
+            )
         return found
 
     def changes(self) -> JsonObject:
@@ -239,7 +240,7 @@ class RunApi:
         advantages = self._catalogue.advantages(rollout_set, group)
         slots = []
         for slot in group.slots:
-            path = self._catalogue.trace(rollout_set, slot, slot.attempt) if slot.reward is not None else None
+            stored = self._catalogue.trace(rollout_set, slot, slot.attempt) if slot.reward is not None else None
             slots.append(
                 {
                     "number": slot.number,
@@ -250,7 +251,7 @@ class RunApi:
                     "advantage": advantages.get(slot.number),
                     "versions": [slot.oldest_step, slot.newest_step],
                     "others": [each for each in self._catalogue.attempts(rollout_set, slot) if each != slot.attempt],
-                    **(_session_preview(path, path.stat().st_mtime_ns) if path else {}),
+                    **(_session_preview(self._catalogue.traces, stored) if stored else {}),
                 }
             )
         return {
@@ -303,10 +304,10 @@ class RunApi:
 
     def _session(self, rollout_set: RolloutSet, slots: Sequence[Slot], number: int, attempt: int) -> tuple[Slot, Trace]:
         slot = next((slot for slot in slots if slot.number == number), None)
-        path = self._catalogue.trace(rollout_set, slot, attempt) if slot else None
-        if slot is None or path is None:
+        stored = self._catalogue.trace(rollout_set, slot, attempt) if slot else None
+        if slot is None or stored is None:
             raise NotFound(f"no trace of attempt {attempt} of rollout {number}: it was not kept, or is not finished")
-        return slot, _load_trace(path, path.stat().st_mtime_ns)
+        return slot, _load_trace(self._catalogue.traces, stored)
 
     # --------------------------------------------------------------------------------------- tasks
 
@@ -363,15 +364,15 @@ SERVICE_FIGURES = ("step", "version", "running", "waiting", "tokens_s", "cpu_s")
 
 
 @lru_cache(maxsize=8)  # traces may be large, and the pages of one trace's tokens are requested one by one
-def _load_trace(path: Path, changed: int) -> Trace:
-    return load_trace(path)
+def _load_trace(traces: StoredTraces, stored: StoredTrace) -> Trace:
+    return traces.load(stored.name)
 
 
 @lru_cache(maxsize=4096)
-def _session_preview(path: Path, changed: int) -> JsonObject:
+def _session_preview(traces: StoredTraces, stored: StoredTrace) -> JsonObject:
     """Return the activity strip and the final message of a session, for a card."""
     try:
-        trace = load_trace(path)
+        trace = traces.load(stored.name)
     except EtudeError as error:
         return {"problem": str(error)}
     return {"strip": activity_strip(trace), "final": TextLimit(600)(trace.final)}
@@ -398,12 +399,12 @@ def _evaluation_stage_records(records: Sequence[JsonObject]) -> list[JsonObject]
 
 def last_gain(facts: JsonObject) -> JsonObject | None:
     """Return the gain of the last model over the best earlier one, on the first test set."""
-    gains = facts.get("gains")
-    if not isinstance(gains, dict) or not gains:
+    gains = [gain for gain in recorded_gains(facts) if gain["against"] != CONTROL]
+    if not gains:
         return None
-    model, gain = list(gains.items())[-1]
+    gain = gains[-1]
     name, difference = list(gain["sets"].items())[min(1, len(gain["sets"]) - 1)]  # validation is the first
-    return {"model": model, "against": gain["against"], "set": name} | {
+    return {"model": gain["model"], "against": gain["against"], "set": name} | {
         key: as_number(difference.get(f"solved{end}")) for key, end in (("at", ""), ("low", "_low"), ("high", "_high"))
     }
 

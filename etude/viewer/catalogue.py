@@ -9,14 +9,15 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from etude.errors import EtudeError, InputError
-from etude.harness.trace_store import SUFFIX
 from etude.rollouts.group_advantages import group_advantages
 from etude.rollouts.queue import RolloutQueue
 from etude.rollouts.queue_records import GroupProgress, ReadyGroup, Slot
+from etude.rollouts.stored_traces import StoredTrace, StoredTraces, attempt_of, trace_name
 from etude.runs.layout import RunLayout
 from etude.viewer.run_reader import JsonObject, ReportProblem, as_number
 
@@ -87,6 +88,10 @@ class RolloutCatalogue:
     divide_by_std: bool = False  # setting of the run's advantage estimator
     _cache: dict[tuple[RolloutSet, int], tuple[object, RolloutGroup]] = field(default_factory=dict)
 
+    @cached_property
+    def traces(self) -> StoredTraces:
+        return StoredTraces(self.layout)
+
     def path(self, rollout_set: RolloutSet) -> Path:
         return self.layout.slots if rollout_set == "training" else self.layout.evaluations
 
@@ -154,21 +159,21 @@ class RolloutCatalogue:
         except IndexError:  # a group without slots does not exist
             raise InputError(f"no {rollout_set} group {id}") from None
 
-    def trace(self, rollout_set: RolloutSet, slot: Slot, attempt: int) -> Path | None:
-        """Return the trace file of an attempt, which must be inside the run; None if there is none."""
-        directory = self.layout.traces if rollout_set == "training" else self.layout.evaluation_traces
-        name = f"{slot.group:06d}/{slot.number:02d}-{attempt}{SUFFIX}"
-        path = self.layout.root / slot.trace if slot.trace and attempt == slot.attempt else directory / name
-        inside = path.resolve().is_relative_to(self.layout.root.resolve())
-        return path if inside and path.is_file() else None
+    def trace(self, rollout_set: RolloutSet, slot: Slot, attempt: int) -> StoredTrace | None:
+        """Return the trace of an attempt; None if there is none."""
+        name = trace_name(rollout_set, slot.group, slot.number, attempt)
+        try:
+            return self.traces.find(slot.trace if slot.trace and attempt == slot.attempt else name)
+        except OSError:  # a store that is away
+            return None
 
     def attempts(self, rollout_set: RolloutSet, slot: Slot) -> list[int]:
-        """Return the attempts of a slot that have a trace file, including the current one."""
-        directory = (
-            self.layout.traces if rollout_set == "training" else self.layout.evaluation_traces
-        ) / f"{slot.group:06d}"
-        names = [path.stem.partition("-") for path in directory.glob(f"{slot.number:02d}-*{SUFFIX}")]
-        found = {int(attempt) for _, _, attempt in names if attempt.isdigit()}
+        """Return the attempts of a slot that have a trace, including the current one."""
+        try:
+            names = [attempt_of(name) for name in self.traces.of_group(rollout_set, slot.group)]
+        except (OSError, ValueError):
+            names = []
+        found = {attempt for number, attempt in names if number == slot.number}
         if slot.reward is not None and self.trace(rollout_set, slot, slot.attempt):
             found.add(slot.attempt)
         return sorted(found)

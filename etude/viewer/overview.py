@@ -137,6 +137,9 @@ def _stage_summary(name: str, facts: JsonObject, section: JsonObject, curve: Jso
         if name == "extend" and (length := as_number(section.get("length"))):
             what = f"context window of {_format_count(length)} tokens: "
         return f"{what}{_format_size(curve['tokens'])} tokens{of}"
+    if name == "control":
+        steps = as_number(facts.get("steps"))
+        return f"{_format_count(steps)} steps of {section.get('kind')}" if steps else ""
     if name == "rl":
         size, groups = as_number(section.get("group_size")), as_number(section.get("groups_per_step"))
         steps = as_number(facts.get("steps")) or as_number(section.get("steps"))

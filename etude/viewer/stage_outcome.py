@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from etude.evaluation.scorings import count_scorings
-from etude.evaluation.stage_comparison import largest_k, verdict_words
+from etude.evaluation.stage_comparison import CONTROL, largest_k, verdict_words
 from etude.runs.layout import RunLayout
 from etude.viewer.run_reader import JsonObject, as_number
 
@@ -39,19 +39,27 @@ def stage_outcome(
 
 
 def _gains(facts: JsonObject) -> list[JsonObject]:
-    """Return the gain of every model over the best earlier one, the last model first."""
-    gains = facts.get("gains")
+    """Return the gain of every model over the best earlier one, the last model first, its gain over a control next."""
+    gains = [gain for gain in recorded_gains(facts) if gain["against"] != CONTROL]
+    controls = [gain for gain in recorded_gains(facts) if gain["against"] == CONTROL]
     found = []
-    for model, gain in reversed(list(gains.items())) if isinstance(gains, dict) else ():
-        sets = gain.get("sets") if isinstance(gain, dict) else None
+    for gain in [*gains[-1:], *controls, *reversed(gains[:-1])]:
+        sets = gain["sets"]
         for name, difference in sets.items() if isinstance(sets, dict) else ():
             k = largest_k(difference)
             measures = {"solved": "solved", "best": f"best/{k}", "proper": "proper", "proper_solved": "proper_solved"}
             verdict = str(difference.get("verdict", ""))
-            about = {"model": model, "against": gain["against"], "set": name, "k": k, "verdict": verdict}
+            about = {"model": gain["model"], "against": gain["against"], "set": name, "k": k, "verdict": verdict}
+            about["control"] = str(facts.get("control", "")) if gain["against"] == CONTROL else ""
             row = {word: _bounded(difference, key) for word, key in measures.items()}
             found.append({**about, **row, "words": verdict_words(verdict)})
     return found
+
+
+def recorded_gains(facts: JsonObject) -> list[JsonObject]:
+    """Return the gains in the facts of the stage `evaluation`."""
+    gains = facts.get("gains")
+    return [gain for gain in gains if isinstance(gain, dict)] if isinstance(gains, list) else []
 
 
 def _scored(layout: RunLayout) -> JsonObject:

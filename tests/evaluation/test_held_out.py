@@ -16,7 +16,6 @@ from etude.evaluation.held_out import (
     choose_tasks,
     is_finished,
     progress,
-    reconcile,
     results,
     start,
     started,
@@ -231,7 +230,7 @@ def test_evaluation_rollouts_do_not_become_stale_but_lost_ones_are_requeued(eval
     assert slot is not None
     evaluations.finish(slot, reward(0.0), "t", (-1, -1))  # without a sampled token
     assert evaluations.claim("w", 0.0) is not None
-    assert reconcile(evaluations, 100.0) == {"lost": 1, "stale": 0, "dropped": 0}
+    assert evaluations.reconcile(100.0, -1) == {"lost": 1, "stale": 0, "dropped": 0}
     finish_all(evaluations)
     assert is_finished(evaluations, 0)
 

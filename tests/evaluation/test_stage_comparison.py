@@ -68,13 +68,25 @@ def test_the_best_earlier_model_is_chosen_on_validation_only() -> None:
     }
     assert best_earlier(results, "rl", "validation") == "base"
     assert best_earlier(results, "base", "validation") is None
-    gains = stage_gains(results, "validation")
-    assert gains["rl"]["against"] == "base"
-    assert gains["rl"]["sets"]["new"]["solved"] == pytest.approx(0.4)
+    (sft, rl) = stage_gains(results, "validation")
+    assert (sft["model"], rl["model"], rl["against"]) == ("sft", "rl", "base")
+    assert rl["sets"]["new"]["solved"] == pytest.approx(0.4)
+
+
+def test_rl_is_compared_with_its_control_which_is_no_earlier_model() -> None:
+    low, high, best = constant(0.2, 1.0), constant(0.4, 1.0), constant(0.6, 1.0)
+    results = {name: {"new": each} for name, each in (("sft", low), ("control", best), ("rl", high))}
+    gains = stage_gains(results, "new")
+    pairs = [(gain["model"], gain["against"]) for gain in gains]
+    assert pairs == [("control", "sft"), ("rl", "sft"), ("rl", "control")]
+    assert [gain["sets"]["new"]["solved"] for gain in gains] == pytest.approx([0.4, 0.2, -0.2])
+    figures = {model: {"new": main_figures(summarise(sets["new"]))} for model, sets in results.items()}
+    text = "\n".join(summary_lines({"models": figures, "gains": gains, "scored": {}, "control": "placebo"}))
+    assert "rl against control, placebo:\n  new: a loss; average -20.0" in text
 
 
 def gain(before: Evaluation, after: Evaluation) -> dict[str, Any]:
-    found: dict[str, Any] = stage_gains({"sft": {"new": before}, "rl": {"new": after}}, "new")["rl"]["sets"]["new"]
+    found: dict[str, Any] = stage_gains({"sft": {"new": before}, "rl": {"new": after}}, "new")[0]["sets"]["new"]
     return found
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,7 +25,13 @@ from etude.pipeline.measure import measure_scaled, step_seconds
 from etude.pipeline.memory import training_memory
 from etude.pipeline.plan import check_recipe, make_plan
 from etude.pipeline.render import duration, plan_data, plan_text
-from etude.pipeline.rl_stage import rl_memory, seconds_from_records
+from etude.pipeline.rl_stage import (
+    launched_samplers_and_workers,
+    rl_memory,
+    seconds_from_records,
+    sessions_memory,
+)
+from etude.pipeline.stage import RecipeInputs
 from etude.pipeline.stages import STAGES, run_recipe
 from etude.recipe.recipe import load_recipe
 from etude.runs.run import Run
@@ -329,16 +336,47 @@ def test_without_out_only_a_dry_run_is_possible(workspace: Path) -> None:
 # ------------------------------------------------------------------------------------------------ estimates
 
 
-def test_memory_is_within_15_percent_of_the_measured() -> None:
+def test_memory_is_within_10_percent_of_the_measured() -> None:
     """SmolLM2-135M on an H200 took 37.1 GiB in pretrain and 21.6 in extend (docs/pretraining.md)."""
     recipe = load_recipe(ROOT / "recipes/smollm2-135m.toml")
     assert recipe.pretrain is not None
     assert recipe.extend is not None
     config = find_config("smollm2-135m")
-    needed = training_memory(config, recipe.pretrain, "cuda")
-    assert needed.total / 2**30 == pytest.approx(37.1, rel=0.15)
+    needed, _ = training_memory(config, recipe.pretrain, "cuda")
+    assert needed.total / 2**30 == pytest.approx(37.1, rel=0.1)
     longer = with_rope(config, length=recipe.extend.length, theta=recipe.extend.rope_theta)
-    assert training_memory(longer, recipe.extend, "cuda", mtp_layers=1).total / 2**30 == pytest.approx(21.6, rel=0.15)
+    needed, _ = training_memory(longer, recipe.extend, "cuda", mtp_layers=1)
+    assert needed.total / 2**30 == pytest.approx(21.6, rel=0.1)
+
+
+def test_a_mesh_is_planned_by_process(workspace: Path) -> None:
+    mesh = ["parallel.dp_shard=2", "mtp.micro_batches=2", "extend.micro_batches=2", "sft.micro_batches=2"]
+    plan = make_plan(load_recipe(workspace / "tiny.toml", mesh), only="pretrain", budget=BUDGET)
+    (stage,) = plan.stages
+    assert [each.process for each in stage.memory] == ["trainer", "trainer", "checkpoint"]
+    assert stage.time is None  # one process here would not show it
+    assert stage.does[-1].startswith("each of 2 processes receives 0.00 GB a step: weights 0.00, gradients 0.00")
+    one = make_plan(load_recipe(workspace / "tiny.toml"), only="pretrain", budget=BUDGET).stages[0].memory[0]
+    assert 2 * stage.memory[0].pieces["optimizer"] == pytest.approx(one.pieces["optimizer"], rel=0.01)
+    assert "2 x 0.3" in plan_text(plan)
+
+
+def test_a_recipe_for_gpus_is_planned_where_there_are_none(workspace: Path) -> None:
+    plan = make_plan(load_recipe(workspace / "tiny.toml", ["sft.device=cuda"]), only="sft", budget=BUDGET)
+    if torch.cuda.is_available():
+        assert not plan.warnings
+    else:
+        assert plan.stages[0].memory[0].device == "cuda"
+        assert plan.warnings[0].startswith("sft is planned for 1 GPU, of which this host lacks 1")
+
+
+def test_a_published_config_can_be_planned_but_not_run(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.toml"
+    recipe.write_text('name = "r"\nstages = ["base"]\n[base]\nsource = "qwen3-coder-30b-a3b"\n')
+    plan = make_plan(load_recipe(recipe), budget=BUDGET)
+    assert "the published config qwen3-coder-30b-a3b: to run, download the model" in plan.stages[0].does[0]
+    with pytest.raises(InputError, match="qwen3-coder-30b-a3b is a published config without weights; to run, download"):
+        run_recipe(load_recipe(recipe), tmp_path / "run")
 
 
 def test_too_little_memory_and_disk_are_warnings(workspace: Path) -> None:
@@ -398,7 +436,7 @@ def test_rl_is_rehearsed_with_one_rollout_and_one_step_until_it_has_taken_steps(
         r"one rollout took .* s here \(\d turns?, .* tokens, ended by \w+, reward .*\), one step", stage.does[-1]
     )
     assert stage.launches[0] == "1 trainer on cpu"
-    assert [memory.process for memory in stage.memory] == ["trainer", "sampler", "sessions"]
+    assert [memory.process for memory in stage.memory] == ["trainer", "checkpoint", "sampler", "sessions"]
     with Run.create_or_resume(tmp_path / "run", recipe) as run:
         for step in (1, 2):
             run.log("rl", step, wall_s=100.0)
@@ -406,6 +444,35 @@ def test_rl_is_rehearsed_with_one_rollout_and_one_step_until_it_has_taken_steps(
     assert again is not None
     assert again.basis == "from the 2 earlier steps of this run"
     assert again.seconds == pytest.approx(310, rel=0.1)
+
+
+def test_samplers_behind_servers_are_planned_and_a_missing_program_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_recipe(tmp_path, sampler={"backend": "vllm", "server_python": sys.executable})
+    (line,) = problems(path)
+    missing = f"{sys.executable} has no package vllm; name a Python interpreter that has vLLM"
+    assert line == f"rl.sampler.server_python: {missing}"
+    (line,) = problems(path, "rl.sampler.server_python=/no/python")
+    assert line.startswith("rl.sampler.server_python: /no/python does not run")
+    urls = ["http://127.0.0.1:8000", "http://localhost:8001"]
+    there = load_recipe(make_recipe(tmp_path / "there", sampler={"backend": "sglang", "urls": urls}))
+    stage = make_plan(there, budget=BUDGET).stages[0]
+    assert stage.launches[1] == "2 samplers in front of SGLang at http://127.0.0.1:8000, http://localhost:8001"
+    assert stage.does[-1].endswith(", sampled by Etude's engine: a dry run starts no SGLang")
+    assert [memory.process for memory in stage.memory].count("sampler") == 2
+    (tmp_path / "stubs" / "vllm").mkdir(parents=True)
+    (tmp_path / "stubs" / "vllm" / "__init__.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "stubs"))
+    pair = {"backend": "vllm", "count": 2, "tensor_parallel": 2, "memory_fraction": 0.8, "device": "cuda"}
+    here = load_recipe(make_recipe(tmp_path / "here", sampler=pair))
+    settings = here.rl
+    assert settings is not None
+    launched = list(launched_samplers_and_workers(settings, RecipeInputs(here)))
+    assert launched[0] == "2 samplers, each with a vLLM server on 2 GPUs, of whose memory it takes 80%"
+    memory = sessions_memory(settings, ModelConfig.load(Path(str(settings.model))), gpus=8, trainers=4)
+    devices = [each.device for each in memory if each.process == "server"]
+    assert devices == ["cuda:4", "cuda:5", "cuda:6", "cuda:7"]
 
 
 def test_a_packed_row_may_be_longer_than_the_context(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_a_run_without_rl_is_measured_once_and_never_again(tmp_path: Path) -> No
         ("base", "unseen", 4),
     ]
     assert facts["scored"] == {"validation": 1, "unseen": 1}
-    assert facts["gains"] == {}, "there is no earlier model"
+    assert facts["gains"] == [], "there is no earlier model"
     for line in records(run):
         assert {"solved", "best/1", "proper", "proper_solved", "difficulty/1/solved_low"} <= line.keys()
     assert summarize_stage("evaluation", facts).splitlines()[-1].endswith("validation 1 time, unseen 1 time")
@@ -104,7 +104,7 @@ def test_rl_and_the_model_it_starts_from_are_measured_with_the_same_seeds(tmp_pa
     assert model_names(recipe) == ["start", "rl"]
     facts = run_recipe(recipe, tmp_path / "run")["evaluation"]
     assert list(facts["models"]) == ["start", "rl"]
-    assert facts["gains"]["rl"]["against"] == "start"
+    assert [(gain["model"], gain["against"]) for gain in facts["gains"]] == [("rl", "start")]
     assert facts["gains"]["rl"]["sets"]["unseen"]["verdict"] == "unproven"
     # the step changed no weight: with the same seeds every session is the same
     assert sampled(tmp_path / "run", "start") == sampled(tmp_path / "run", "rl")

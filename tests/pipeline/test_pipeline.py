@@ -112,7 +112,7 @@ def test_the_model_commands_work_on_a_checkpoint_of_a_run(recipe: Path, tmp_path
     assert score == pytest.approx(Run.read(tmp_path / "run").facts("nll"))
     generated = json.loads(etude("generate", model, "def", "--max-tokens", 4, "--json").stdout)
     assert len(generated["tokens"]) <= 4
-    shown = etude("describe", model, "--gpus", 8, "--cp", 2, "--sequence", 64)
+    shown = etude("describe", model, "--gpus", 8, "--cp", 2, "--length", 64)
     assert shown.returncode == 0, shown.stderr
     assert "grouped-query, 2 heads of 8" in shown.stdout
     trained = etude("tokenizer", tmp_path / "code", "--out", tmp_path / "tok", "--vocab-size", 300)
@@ -127,8 +127,8 @@ def test_the_model_commands_work_on_a_checkpoint_of_a_run(recipe: Path, tmp_path
         ("generate", model, "x", "--max-tokens", 999): "exceed the model's 64",
         ("nll", model, tmp_path / "none"): "does not exist",
         ("nll", model, tmp_path / "code", "--window", 65): "longer than the 64",
-        ("describe", "kimi-k2.5", "--ep", 8): "give --gpus too",
-        ("describe", "kimi-k2.5", "--gpus", 8, "--ep", 0): "at least 1",
+        ("describe", "kimi-k2.5", "--ep", 8): "give --gpus or --dp-shard too",
+        ("describe", "kimi-k2.5", "--gpus", 8, "--ep", 0): "--ep 0: expected at least 1",
         ("nll", model, tmp_path / "code", "--window", 32, "--stride", 0): "stride 0",
         ("generate", model, "x<|im_end|>y", "--chat"): "contains the control token <|im_end|>",
         ("generate", model, "x", "--device", "meta"): "device meta",

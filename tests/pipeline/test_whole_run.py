@@ -33,11 +33,11 @@ from etude.runs.layout import RunLayout
 from etude.runs.run import Run
 
 ROOT = Path(__file__).resolve().parents[2]
-STAGES = ("base", "tasks", "corpus", "pretrain", "mtp", "extend", "sft", "rl", "evaluation")
+STAGES = ("base", "tasks", "corpus", "pretrain", "mtp", "extend", "sft", "control", "rl", "evaluation")
 STEPS = {"pretrain": 8, "mtp": 4, "extend": 2, "sft": 4, "rl": 2}
 EVALUATED = ("pretrain", "mtp", "extend", "rl")  # before the first step and after the last
 PACKAGES = ("kernels", "model", "tasks", "train", "weights")  # of our own source: a corpus that is built in a second
-MODELS = ("base", "pretrain", "sft", "rl")  # of the demo
+MODELS = ("base", "pretrain", "sft", "control", "rl")  # of the demo
 LIMIT_S = 300  # for one stage, on a busy machine
 SETTLE_S = 60  # until the processes of a finished run are gone: the zygote of pods waits for half a minute
 
@@ -127,6 +127,7 @@ KILLS: tuple[tuple[str, Callable[[Path], bool]], ...] = (
     ("mtp", stepped("mtp", 3)),
     ("extend", exists("checkpoints/extend-1")),
     ("sft", stepped("sft", 3)),
+    ("control", lambda run: stepped("rl", 1)(run / "control")),
     ("rl", evaluating(0)),
     ("rl", stepped("rl", 1)),
     ("rl", evaluating(2)),
@@ -204,12 +205,14 @@ def check_metrics(run: Path) -> None:
         assert measured == ([0, steps] if stage in EVALUATED else []), stage
     scored = [(record["model"], record["set"]) for record in records if record["stage"] == "evaluation"]
     assert scored == [(model, name) for model in MODELS for name in ("validation", "new", "unseen")]
-    assert count_scorings(RunLayout(run)) == {"validation": 2 + len(MODELS), "new": len(MODELS), "unseen": len(MODELS)}
+    assert count_scorings(RunLayout(run)) == {"validation": 4 + len(MODELS), "new": len(MODELS), "unseen": len(MODELS)}
 
 
 def check_same_up_to_rl(run: Path, uninterrupted: Path) -> None:
     """Check that artefacts are identical to the byte, and metrics equal."""
-    made = {artefact.name: artefact for artefact in Run.read(run).artefacts() if artefact.stage != "rl"}
+    made = {
+        artefact.name: artefact for artefact in Run.read(run).artefacts() if artefact.stage not in ("control", "rl")
+    }
     expected = {artefact.name: artefact for artefact in Run.read(uninterrupted).artefacts()}
     assert made.keys() == expected.keys()
     # The manifest of this corpus names its source, which is inside the run; checkpoints trained on it are compared.
@@ -269,7 +272,7 @@ def test_the_demo_killed_in_every_stage_ends_with_the_same_result(tmp_path: Path
     uninterrupted, run = tmp_path / "uninterrupted", tmp_path / "killed"
     recipe = small_demo(tmp_path)
     # the stages after sft are not compared
-    kill_at(recipe, uninterrupted, lambda run: "sft" in done(run), 0, stages=STAGES.index("rl"))
+    kill_at(recipe, uninterrupted, lambda run: "sft" in done(run), 0, stages=STAGES.index("control"))
     found: list[tuple[str, dict[str, Any]]] = []
     for stage, moment in KILLS:
         kill_at(recipe, run, moment, rng.uniform(0, 0.2) if stage in STEPS else 0)

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import sqlite3
+import time
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
@@ -34,7 +35,7 @@ from etude.rollouts.queue import RolloutQueue
 from etude.rollouts.queue_records import Slot
 from etude.rollouts.settings import QueueSettings, evaluation_queue
 from etude.runs.layout import RunLayout
-from etude.runs.service_status import write_status
+from etude.runs.service_status import write_copy
 from etude.tasks.harbor import read_task
 from etude_nano.demonstrator import DemonstratorStyle, ScriptedTurn, demonstration_turns, read_files, workspace_files
 from etude_nano.pod_sessions import vocabulary_texts
@@ -185,7 +186,7 @@ class _RunMaker:
         (self.layout.logs / "deaths.jsonl").write_text(
             json.dumps({"time": BEGAN + 300, "name": "worker-0", "why": "was killed by signal 9"}) + "\n"
         )
-        write_status(self.layout, "trainer", state="ended", step=self.shape.steps)
+        write_copy(self.layout, {"trainer": {"state": "ended", "step": self.shape.steps, "time": time.time()}})
 
     # -- reinforcement learning
 

@@ -17,7 +17,7 @@ from etude.harness.trace_store import load_trace
 from etude.rollouts.queue import RolloutQueue
 from etude.rollouts.settings import QueueSettings
 from etude.runs.layout import RunLayout
-from etude.runs.service_status import write_status
+from etude.runs.service_status import write_copy
 from etude.viewer.api import RunApi
 from etude.viewer.catalogue import COLUMNS
 from etude.viewer.server import assets, make_app
@@ -209,11 +209,13 @@ def test_silent_processes_are_distinguished_from_working_ones(copy: Path) -> Non
     state = json.loads((copy / "state.json").read_text())
     state["stages"]["rl"]["done"] = False
     (copy / "state.json").write_text(json.dumps(state))
-    write_status(layout, "sampler-0", state="working", version=3)
-    write_status(layout, "worker-0", state="working")
-    old = json.loads((layout.services / "worker-0.json").read_text()) | {"time": time.time() - 100}
-    (layout.services / "worker-0.json").write_text(json.dumps(old))
-    (layout.services / "broken.json").write_text("{")
+    now = time.time()
+    statuses: dict[str, dict[str, Any]] = {
+        "sampler-0": {"state": "working", "version": 3, "time": now},
+        "worker-0": {"state": "working", "time": now - 100},
+        "trainer": {"state": "ended", "time": now - 100},
+    }
+    write_copy(layout, statuses)
     data = ask(copy, "run")
     assert data["status"]["state"] == "running"
     assert {service["name"]: service["state"] for service in data["rl"]["services"]} == {
@@ -221,7 +223,10 @@ def test_silent_processes_are_distinguished_from_working_ones(copy: Path) -> Non
         "worker-0": "silent",
         "trainer": "ended",
     }
-    assert any("broken.json" in problem for problem in data["problems"])
+    layout.statuses.write_text("{")
+    data = ask(copy, "run")
+    assert data["rl"]["services"] == []
+    assert any("statuses.json" in problem for problem in data["problems"])
 
 
 def test_viewing_a_run_changes_nothing_in_it(copy: Path) -> None:

@@ -27,15 +27,22 @@ function about(set) {
 
 const CLASSES = {"only format or ending": "format"};
 
-// The gain of the last model over the best earlier one on every test set, as sentences.
+// The gain of the last model over the best earlier one, and over the control, on every test set, as sentences.
 function verdicts(data) {
   const [first] = data.gains;
   if (!first) return null;
-  const tests = new Set(data.sets.filter((set) => set.test).map((set) => set.name));
   const own = data.gains.filter((gain) => gain.model === first.model);
-  const shown = own.some((gain) => tests.has(gain.set)) ? own.filter((gain) => tests.has(gain.set)) : own;
+  return [sentences(data, own.filter((gain) => !gain.control), "the best earlier model on validation"),
+    sentences(data, own.filter((gain) => gain.control), own.find((gain) => gain.control)?.control)];
+}
+
+function sentences(data, gains, role) {
+  const [first] = gains;
+  if (!first) return null;
+  const tests = new Set(data.sets.filter((set) => set.test).map((set) => set.name));
+  const shown = gains.some((gain) => tests.has(gain.set)) ? gains.filter((gain) => tests.has(gain.set)) : gains;
   return [
-    h("p.verdict", `The model after ${first.model}, against ${first.against}, the best earlier model on validation:`),
+    h("p.verdict", `The model after ${first.model}, against ${first.control ? "the " : ""}${first.against}, ${role}:`),
     shown.map((gain) => h("p.verdict", h("b", gain.set), " ", h("b", {class: CLASSES[gain.verdict] ?? gain.verdict},
       `${points(gain.solved.at)} points`), range(gain.solved), ": ", gain.words, ".")),
   ];
@@ -92,13 +99,13 @@ const MEASURES = [["solved", "average"], ["best", "best of K"], ["proper_solved"
 function gainTable(gains) {
   if (!gains.length) return h("p.fine", "The gains are computed when every model is scored.");
   const rows = gains.map((gain, at) => {
-    const first = at === 0 || gains[at - 1].model !== gain.model;
+    const first = at === 0 || gains[at - 1].model !== gain.model || gains[at - 1].against !== gain.against;
     return h("tr", {class: first ? "first" : null},
       h("th", {scope: "row"}, first ? `${gain.model} − ${gain.against}` : ""), h("td", gain.set),
       MEASURES.map(([key]) => h("td", difference(gain[key]))), h("td", gain.verdict));
   });
   return h("div.scroll", h("table.gains",
-    h("caption.unseen", "Gain of each stage over the best earlier model on validation, in points"),
+    h("caption.unseen", "Points that each stage gained over the best earlier model, and RL over its control"),
     h("thead", h("tr", ["points gained", "tasks", ...MEASURES.map(([, name]) => name), "average is"].map((name) =>
       h("th", {scope: "col"}, name)))), h("tbody", rows)),
   h("p.fine", "Differences are paired, task by task, with 95 % intervals. A proper session has valid calls and ends ",
