@@ -101,7 +101,7 @@ def rollouts() -> RolloutBatch:
     sampled = int((targets != IGNORE).sum())
     lengths = ((TOKENS,),) * GROUP
     zeros = torch.zeros(GROUP, TOKENS)
-    given = {"token_advantages": advantages, "sampler_logprobs": zeros, "sampler_versions": zeros.int()}
+    given: dict[str, Any] = {"token_advantages": advantages, "sampler_logprobs": zeros, "sampler_versions": zeros.int()}
     return RolloutBatch(tokens, targets, lengths, (), sampled, **given)
 
 

@@ -172,7 +172,7 @@ class EtudeStep:
     def update(self, sequences: Sequence[TrainingSequence]) -> None:
         length = self.shape.prompt_tokens + self.shape.new_tokens  # one rollout per row, as in TRL
         config = self.trainer.model.config
-        [batches] = pack(sequences, config, length=length, rows=self.shape.completions, padding=0)
+        batches = pack(sequences, config, length=length, rows=self.shape.completions, padding=0)
         self.trainer.step(batches, self.objective)
 
 

@@ -2,6 +2,7 @@
 
     python benchmarks/install.py --out install.jsonl [--count 60] [--jobs 2] [--state DIR] [--time-limit 600]
     python benchmarks/install.py --out install.jsonl --again timeout    only those that ended with this reason, again
+    python benchmarks/install.py --out more.jsonl --only rope,anyio     only these packages, in this order
 
 Packages are those of install_packages.txt (a fixed list of names, written before the first run) in the order of
 sha256(SEED + name). Of each the newest final release with a source distribution is taken; it is fetched and unpacked,
@@ -28,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from etude.errors import EtudeError
 from etude.pods import Fleet, open_fleet
+from etude.pods.host_system import host_system
 from etude.tasks.generators.source import requirement_name
 from etude.tasks.installation.detect import propose
 from etude.tasks.installation.installer import install
@@ -38,6 +40,7 @@ from etude.tasks.installation.package_index import (
     default_index_cache,
     parse_page,
 )
+from etude.tasks.installation.registries import index_url
 from etude.tasks.installation.result import REASONS, InstallationFailed
 from etude.tasks.installation.setup_pod import InstallLog, InstallOptions, available_pythons
 from etude.tasks.installation.snapshot import RepositorySnapshot, checkout
@@ -61,7 +64,7 @@ def newest_source(files: list[IndexFile]) -> IndexFile | None:
 
 def fetch_source(index: PackageIndex, name: str, directory: Path) -> Path | None:
     """Fetch a package's source distribution; nothing of it is executed."""
-    url = f"{index.settings.url}{requirement_name(name)}/"
+    url = f"{index.settings.url.rstrip('/')}/{requirement_name(name)}/"
     with index.open(url, {"Accept": "application/vnd.pypi.simple.v1+json, text/html;q=0.1"}) as response:
         files = parse_page(response.read(), response.headers.get("content-type", ""), response.url)
     chosen = newest_source(files)
@@ -75,7 +78,7 @@ def fetch_source(index: PackageIndex, name: str, directory: Path) -> Path | None
 def has_tests(snapshot: RepositorySnapshot) -> bool:
     """Return whether a source distribution contains Python tests."""
     try:
-        return propose(snapshot, available_pythons({})).ecosystem == "python"
+        return propose(snapshot, available_pythons(host_system().python, {})).ecosystem == "python"
     except InstallationFailed as error:
         return error.reason != "no-tests"
 
@@ -125,9 +128,9 @@ async def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     out = Path(arguments.out)
     rows = {row["name"]: row for row in map(json.loads, out.read_text().splitlines())} if out.exists() else {}
     rows = {name: row for name, row in rows.items() if row["reason"] != arguments.again}
-    order = names_in_order()
+    order = arguments.only.split(",") if arguments.only else names_in_order()
     pending = iter(enumerate(order))
-    index = PackageIndex(IndexSettings(cache=default_index_cache()))
+    index = PackageIndex(IndexSettings(index_url(), cache=default_index_cache()))
 
     async with open_fleet(state=arguments.state) as fleet:
 
@@ -194,6 +197,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--state", type=Path)
     parser.add_argument("--again", default="", help="try packages again that ended with this reason")
+    parser.add_argument("--only", default="", help="names of packages, separated by commas")
     parser.add_argument("--time-limit", type=float, default=600.0)
     print_rows(asyncio.run(run(parser.parse_args())))
 

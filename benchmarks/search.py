@@ -96,7 +96,7 @@ ETUDE: Questions = [
     ("cut a file at random positions so that the model learns infilling", "data/document_format.py:split_for_fim"),
     (
         "estimate how much memory training needs on each GPU",
-        "model/describe.py:memory_per_gpu model/describe.py:MemoryPerGpu",
+        "model/trainer_memory.py:trainer_memory model/trainer_memory.py:TrainerMemory",
     ),
     (
         "forbid dangerous kernel calls inside the sandbox",

@@ -14,6 +14,7 @@ __all__ = [  # noqa: RUF022
     "config",
     "runs",
     "kernels",
+    "parallel",
     "chat",
     "model",
     "data",

@@ -129,6 +129,15 @@ Control = Annotated[
         show_default=False,
     ),
 ]
+OnCluster = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster",
+        metavar="local|ray|ray://HOST:PORT",
+        help="Where the services of rl and evaluation run: the key cluster.address.",
+        show_default=False,
+    ),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check the recipe, print what it would do and need, and stop.")]
 
 
@@ -152,7 +161,8 @@ def etude(
     epilog="Examples:\n\n  etude run recipes/nano.toml --dry-run\n\n"
     "  etude run recipes/nano.toml --out runs/nano\n\n"
     "  etude run recipes/nano.toml --out runs/short --set rl.steps=6 --set name=short\n\n"
-    "  etude run recipes/nano.toml --out runs/placebo --control placebo\n\n"
+    "  etude run recipes/nano-gpu.toml --out runs/placebo --control placebo\n\n"
+    "  etude run recipes/nano-gpu.toml --out runs/nano --cluster ray\n\n"
     f"  etude run recipes/nano.toml --out runs/nano --resume\n\n{EXIT_CODES}"
 )
 def run(
@@ -161,12 +171,13 @@ def run(
     resume: Resume = False,
     dry_run: DryRun = False,
     control: Control = None,
+    cluster: OnCluster = None,
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
     """Run the stages of a recipe; everything they make is in one run directory."""
     changes = [*(overrides or ()), *([f"rl.control={control}"] if control else ())]
-    _run(recipe, out, resume, dry_run, changes, as_json)
+    _run(recipe, out, resume, dry_run, changes, as_json, cluster=cluster)
 
 
 def _add_stage_command(stage: str, what: str) -> None:
@@ -182,9 +193,21 @@ def _add_stage_command(stage: str, what: str) -> None:
     ) -> None:
         _run(recipe, out, resume, dry_run, overrides, as_json, only=stage)
 
+    def run_on_cluster(
+        recipe: RecipeFile,
+        out: Out = None,
+        resume: Resume = False,
+        dry_run: DryRun = False,
+        cluster: OnCluster = None,
+        overrides: Overrides = None,
+        as_json: AsJson = False,
+    ) -> None:
+        _run(recipe, out, resume, dry_run, overrides, as_json, only=stage, cluster=cluster)
+
     examples = f"etude {stage} RECIPE --dry-run\n\n  etude {stage} RECIPE --out RUN --resume"
     epilog = f"Examples:\n\n  {examples}\n\n{EXIT_CODES}"
-    app.command(stage, help=f"Run only the stage {stage} of a recipe: {what}.", epilog=epilog)(run_stage)
+    add = app.command(stage, help=f"Run only the stage {stage} of a recipe: {what}.", epilog=epilog)
+    add(run_on_cluster if stage in ("rl", "evaluation") else run_stage)
 
 
 _add_stage_command("pretrain", "continue pretraining on text")
@@ -238,7 +261,7 @@ def rollouts(
     if prefix and not stored:
         raise InputError(f"{run} has no rollout named {prefix}...; `etude rollouts {run}` lists them")
     if atif is not None:
-        count, problems = export_rollouts(stored, atif)
+        count, problems = export_rollouts(RunLayout(run), stored, atif)
         print(f"{count} trajectories in {atif}")
         if problems:
             raise EtudeError("\n".join(f"left out: {problem}" for problem in problems))
@@ -299,11 +322,12 @@ def _run(
     overrides: list[str] | None,
     as_json: bool,
     only: str | None = None,
+    cluster: str | None = None,
 ) -> None:
     """Run a recipe or one stage of it, or describe what that would do."""
     from etude.recipe.recipe import load_recipe
 
-    resolved = load_recipe(recipe, overrides or ())
+    resolved = load_recipe(recipe, [*(overrides or ()), *([f"cluster.address={cluster}"] if cluster else ())])
     if dry_run:
         from etude.pipeline.plan import make_plan
         from etude.pipeline.render import plan_data, plan_text
@@ -315,9 +339,12 @@ def _run(
         return
     if out is None:
         raise InputError("--out is missing: name the directory of the run, or use --dry-run")
+    from etude.pipeline.ranks import under_torchrun
     from etude.pipeline.stages import run_recipe
 
-    _show(run_recipe(resolved, out, resume, only=only), out, as_json)
+    with under_torchrun() as follows:
+        if not follows:
+            _show(run_recipe(resolved, out, resume, only=only), out, as_json)
 
 
 def _show(stages: dict[str, dict[str, Any]], out: Path, as_json: bool) -> None:

@@ -15,11 +15,13 @@ import asyncio
 import json
 import multiprocessing
 import os
+import platform
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib.metadata import distributions
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -36,16 +38,21 @@ from etude.data.sources import locate_source
 from etude.errors import InputError
 from etude.system.cores import usable_cores
 from etude.system.progress import ProgressCallback
+from etude.tasks.leaks import Answers, task_answer
+from etude.tasks.settings import SEED_STRIDE
 from etude_nano.code_snippets import SnippetPool, extract_snippets, invent_name, make_pool, rename_identifiers
 from etude_nano.exercises import draw_exercise, simulate_exercise
 from etude_nano.exercises_programs import draw_exercise_program
 from etude_nano.function_templates import compose_template
 from etude_nano.pod_sessions import vocabulary_texts
 from etude_nano.program import plain_cases
-from etude_nano.sides import side_of
+from etude_nano.sides import Split, side_of
+from etude_nano.source import nano_tasks
 from etude_nano.templates import draw_function, leaf_templates
 from etude_nano.tokenizer import train_nano_tokenizer
 
+MEASURED_SEEDS: dict[Split, int] = {"validation": 700_000, "new": 600_000, "unseen": 0}  # where sets of recipes begin
+RECIPE_SEEDS = 3  # seeds of a run for which that is done
 MAX_PARTS = 64  # more than cores, so that none waits long for the last; each has at least a megabyte of code
 MAX_CODE_TOKENS = 1024  # tokens of a code document, so that it fits into one row
 CARD = "card.json"
@@ -62,6 +69,7 @@ class Amounts:
     code: float = 60.0  # megabytes
     programs: int = 120_000  # programs of the training side
     measured: int = 20_000  # functions to draw, to find those of the measured sides that real code contains too
+    measured_tasks: int = 400  # tasks to draw, for each measured split and each of a recipe's first seeds, for the same
     seed: int = 0
 
 
@@ -77,8 +85,8 @@ def make_base_data(
         raise InputError(f"{out} is not empty; name a directory that does not exist yet")
     started = time.monotonic()
     texts = list(code_texts(sources, int(amounts.code * 1e6), amounts.seed))
-    measured = measured_forms(amounts.measured)
-    texts = [text for text in texts if measured.isdisjoint(definition_digests(text))]
+    measured = MeasuredCode(measured_forms(amounts.measured), drawn_answers(amounts.measured_tasks))
+    texts = [text for text in texts if not measured.is_in(text)]
     parts = max(1, min(MAX_PARTS, int(amounts.code)))
     progress(0, parts, f"{len(texts)} files of code")
     sample = Random(amounts.seed).sample(texts, min(250, len(texts)))
@@ -91,7 +99,7 @@ def make_base_data(
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # otherwise each forked worker prints a warning
     # fork: the workers inherit the loaded modules, and no thread is running that they need
     with multiprocessing.get_context("fork").Pool(processes or usable_cores()) as workers:
-        work = partial(_make_part, out / TOKENIZER, amounts)
+        work = partial(_make_part, out / TOKENIZER, amounts, measured)
         for done, part in enumerate(workers.imap(work, jobs), 1):
             for kind, documents in part.items():
                 made[kind] += documents
@@ -101,9 +109,21 @@ def make_base_data(
         if documents:
             write_corpus(out / kind, documents, tokenizer, {"kind": kind, **asdict(amounts), "sources": list(sources)})
             facts[kind] = {"documents": len(documents), "tokens": sum(len(ids) for ids, _ in documents)}
-    card = {"amounts": asdict(amounts), "sources": list(sources), "corpora": facts, "tokenizer": tokenizer.digest}
+    card = {
+        "amounts": asdict(amounts),
+        "sources": source_versions(sources),
+        "corpora": facts,
+        "tokenizer": tokenizer.digest,
+    }
     (out / CARD).write_text(json.dumps(card, indent=1) + "\n", encoding="utf-8")
     return facts
+
+
+def source_versions(sources: Sequence[str]) -> dict[str, list[str]]:
+    """Return each source with what determines its contents: Python's version, or the installed distributions."""
+    installed = sorted({f"{each.name}=={each.version}" for each in distributions()}, key=str.lower)
+    known = {"stdlib": [f"Python {platform.python_version()}"], "site-packages": installed}
+    return {source: known.get(source, []) for source in sources}
 
 
 def code_texts(sources: Sequence[str], limit: int, seed: int) -> Iterator[str]:
@@ -131,10 +151,48 @@ def code_texts(sources: Sequence[str], limit: int, seed: int) -> Iterator[str]:
                 return
 
 
+# ------------------------------------------------------------------------------------------- what is measured
+
+
+@dataclass(frozen=True)
+class MeasuredCode:
+    """What no training text may contain: functions of the measured sides, and the answers of measured tasks."""
+
+    forms: frozenset[str]
+    answers: Answers
+
+    def is_in(self, text: str) -> bool:
+        return bool(self.answers.leaks_in(text, "")) or not self.forms.isdisjoint(definition_digests(text))
+
+
+def measured_forms(draws: int) -> frozenset[str]:
+    """Return the canonical digests of functions that measured tasks may have, as far as this many draws show them."""
+    rng = Random("measured forms")
+    found = set()
+    for _ in range(draws):
+        template = rng.choice(leaf_templates()) if rng.random() < 0.2 else compose_template(rng)
+        function = draw_function(template, "new", rng, set()).right
+        if side_of(function) != "train":
+            found.add(definition_digest(function.replace("@", "")))
+    return frozenset(found)
+
+
+def drawn_answers(count: int) -> Answers:
+    """Return the answers of the first `count` tasks that each measured set of the recipes has with its first seeds."""
+    drawn = (
+        nano_tasks(count, split, first + seed * SEED_STRIDE)
+        for split, first in MEASURED_SEEDS.items()
+        for seed in range(RECIPE_SEEDS)
+    )
+    return Answers(task_answer(name, files) for tasks in drawn for name, files in tasks)
+
+
 # ------------------------------------------------------------------------------------------- one part of the data
 
 
-def _make_part(tokenizer_path: Path, amounts: Amounts, job: tuple[int, int, list[str]]) -> dict[str, Documents]:
+def _make_part(
+    tokenizer_path: Path, amounts: Amounts, measured: MeasuredCode, job: tuple[int, int, list[str]]
+) -> dict[str, Documents]:
     """Return the documents of one part, made from its own files with its own random generator."""
     part, parts, texts = job
     tokenizer = Tokenizer.load(tokenizer_path)
@@ -148,7 +206,8 @@ def _make_part(tokenizer_path: Path, amounts: Amounts, job: tuple[int, int, list
         return count // parts + (part < count % parts)
 
     def encoded(documents: Iterable[str]) -> Documents:
-        found = [np.array([*tokenizer.encode(text), tokenizer.end_of_text], np.uint16) for text in documents]
+        kept = (text for text in documents if not measured.is_in(text))
+        found = [np.array([*tokenizer.encode(text), tokenizer.end_of_text], np.uint16) for text in kept]
         return [(ids, np.ones(len(ids), np.bool_)) for ids in found]
 
     programs = (program_text(rng, pool) for _ in range(share(amounts.programs)))
@@ -158,7 +217,7 @@ def _make_part(tokenizer_path: Path, amounts: Amounts, job: tuple[int, int, list
         practice: Documents = []
         for number in range(share(amounts.practice)):
             shown = await simulate_exercise(draw_exercise(rng, pool), dialect, f"practice-{part}-{number}")
-            if shown is not None:
+            if shown is not None and not measured.is_in(tokenizer.decode(shown.tokens.tolist())):
                 practice.append((shown.tokens.astype(np.uint16), shown.loss_mask))
         return practice
 
@@ -179,18 +238,6 @@ def program_text(rng: Random, pool: SnippetPool) -> str:
     calls = rng.choice((0, 2, 4))
     cases = [case for each in program.functions for case in plain_cases(each, program, rng, calls) or ()]
     return text + "".join(f"\n>>> {case.call}\n{case.want}" for case in cases) + "\n"
-
-
-def measured_forms(draws: int) -> frozenset[str]:
-    """Return the canonical digests of functions that measured tasks may have, as far as this many draws show them."""
-    rng = Random("measured forms")
-    found = set()
-    for _ in range(draws):
-        template = rng.choice(leaf_templates()) if rng.random() < 0.2 else compose_template(rng)
-        function = draw_function(template, "new", rng, set()).right
-        if side_of(function) != "train":
-            found.add(definition_digest(function.replace("@", "")))
-    return frozenset(found)
 
 
 # ------------------------------------------------------------------------------------------- drills

@@ -13,24 +13,25 @@ from etude_nano.function_templates import draw_caller, draw_leaf
 from etude_nano.phrases import choose, draw_phrase
 from etude_nano.program import Case, Program, plain_cases
 from etude_nano.simulated_sessions import run_python
+from etude_nano.templates import template_words
 
 
 def draw_slot_values(rng: Random, pool: SnippetPool) -> dict[str, str]:
     """Draw invented names for the slots of a template; sometimes none, then its slots use the word lists."""
     if rng.random() < 0.35:
         return {}
-    names = list(dict.fromkeys(invent_name(rng, pool) for _ in range(9)))
-    if len(names) < 9:
-        return {}
-    pairs = {
-        "x": names[0],
-        "xs": f"{names[0]}s",
-        "y": names[1],
-        "ys": f"{names[1]}s",
-        "w": names[2],
-        "ws": f"{names[2]}s",
+    x, y, w, *others = (invent_name(rng, pool) for _ in range(9))
+    values = {
+        "x": x,
+        "xs": f"{x}s",
+        "y": y,
+        "ys": f"{y}s",
+        "w": w,
+        "ws": f"{w}s",
+        **dict(zip("nmtdsc", others, strict=True)),
     }
-    return {**pairs, "n": names[3], "m": names[4], "t": names[5], "d": names[6], "s": names[7], "c": names[8]}
+    names = set(values.values())
+    return values if len(names) == len(values) and not names & template_words() else {}
 
 
 def draw_exercise_program(rng: Random, pool: SnippetPool) -> Program:

@@ -12,6 +12,7 @@ occur in.
                               kind is the first part of the id, the last field of the heading is the user's request
 """
 
+import keyword
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from etude_nano import word_lists
 from etude_nano.sides import Split, is_trained_fault, side_of
 
 _MARK = re.compile("«([^¦]*)¦([^¦]*)¦([^»]*)»")
+_WORD = re.compile(r"(?<!\$)\b[A-Za-z_]\w*")
 _SLOT = re.compile(r"\$([a-z]+)")
 _PARAMETER = re.compile(r'(?<=[(,])\s?(\w+)(=(?:"[^"]*"|[^,)]+))?')
 _HEADING = re.compile(r"^# (.+)$", re.MULTILINE)
@@ -110,6 +112,13 @@ def read_templates(*names: str) -> tuple[FunctionTemplate, ...]:
     """Return the templates of these files of `data/`."""
     sources = (files("etude_nano").joinpath(f"data/{name}.txt").read_text(encoding="utf-8") for name in names)
     return tuple(template for source in sources for template in parse_templates(source))
+
+
+@cache
+def template_words() -> frozenset[str]:
+    """Return Python's keywords and every word of the template files outside slots: names for slots must differ."""
+    names = (each for each in files("etude_nano").joinpath("data").iterdir() if each.name.endswith(".txt"))
+    return frozenset(keyword.kwlist).union(*(_WORD.findall(each.read_text(encoding="utf-8")) for each in names))
 
 
 def leaf_templates() -> tuple[FunctionTemplate, ...]:

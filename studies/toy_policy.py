@@ -161,7 +161,7 @@ def make_segment(tokens: torch.Tensor, prompt: int, logprobs: torch.Tensor) -> S
 
 def one_sequence_per_row(sequences: Sequence[TrainingSequence], config: ModelConfig) -> list[RolloutBatch]:
     """Pack one training sequence per row. Nothing attends to the padding, so a row is one document: the fast kernel."""
-    batches = pack(sequences, config, length=1, rows=MAX_ROWS, padding=0)[0]
+    batches = pack(sequences, config, length=1, rows=MAX_ROWS, padding=0)
     return [replace(batch, lengths=tuple((batch.tokens.shape[1],) for _ in batch.tokens)) for batch in batches]
 
 

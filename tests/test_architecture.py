@@ -77,6 +77,17 @@ def test_a_package_imports_only_packages_listed_before_it() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_only_the_cluster_package_knows_ray() -> None:
+    """Nothing else knows which cluster its services run on; an import would also need the extra."""
+    users = set()
+    for path, tree in sources(*PRODUCTS, "benchmarks"):
+        for node in ast.walk(tree):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            users |= {path.parent for name in names if name.split(".")[0] == "ray"}
+    assert users == {Path("etude/cluster")}
+
+
 def test_every_package_is_in_the_order_and_in_dir() -> None:
     packages = {path.parent.name for path in (ROOT / "etude").glob("*/__init__.py")}
     assert packages <= set(ORDER)

@@ -62,20 +62,20 @@ def test_a_task_source_and_a_family_run_in_etude_run(directory: Path) -> None:
     ran = etude(directory, "run", "short.toml", "--out", "run")
     assert ran.returncode == 0, ran.stderr
     config = json.loads((directory / "run/checkpoints/init-0/config.json").read_text())
-    assert config["model_type"] == "qwen2"
+    assert config["model_type"] == "seed_oss"
     tasks = sorted(path.name for path in (directory / "run/artefacts/tasks-train").iterdir())
     assert tasks == ["even-0001", "even-0002"]
 
 
 def test_the_family_computes_what_transformers_computes(directory: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    import_plugins([str(directory / "qwen2.py")])
+    import_plugins([str(directory / "seed_oss.py")])
     from etude.model import load
 
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 128}
-    config = transformers.Qwen2Config(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 128, "head_dim": 16}
+    config = transformers.SeedOssConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
     torch.manual_seed(0)
-    reference = transformers.Qwen2ForCausalLM(config).eval()
+    reference = transformers.SeedOssForCausalLM(config).eval()
     for name, parameter in reference.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter)
@@ -95,10 +95,10 @@ def test_a_checkpoint_names_the_plugin_of_its_family(directory: Path) -> None:
     load = [sys.executable, "-c", code]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     alone = subprocess.run(load, cwd=directory, env=environment, capture_output=True, text=True)
-    assert "model_type is 'qwen2'; did you mean qwen3" in alone.stderr
-    (directory / "agent.json").write_text(json.dumps({"plugins": [str(directory / "qwen2.py")]}))
+    assert "model_type is 'seed_oss'; choose from" in alone.stderr
+    (directory / "agent.json").write_text(json.dumps({"plugins": [str(directory / "seed_oss.py")]}))
     found = subprocess.run(load, cwd=directory, env=environment, capture_output=True, text=True)
-    assert found.stdout == "qwen2\n", found.stderr
+    assert found.stdout == "seed_oss\n", found.stderr
 
 
 def test_the_objective_is_clipped(directory: Path) -> None:

@@ -25,6 +25,7 @@ from etude.inference.sampling import Sampling
 
 BYTES_PER_TOKEN = 4.0  # of text or code, for an endpoint that has not counted any tokens yet
 SEED_LIMIT = 1 << 62  # exclusive upper bound of sampling seeds
+MAX_BRIDGED = 4  # renderings that are kept
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,7 @@ class TokenModelClient(ModelClient):
         self._tools: Sequence[ToolSchema] = ()
         self._last_turn: Sequence[int] = ()  # tokens of the turn that ends the segment; empty after a prompt
         self._pending: list[Message] = []
+        self._bridged: list[tuple[tuple[Sequence[int], tuple[Message, ...]], tuple[int, ...]]] = []
         self._turns = self._calls = 0
         self._since: int | None = None  # weight version of the first token sampled here
 
@@ -132,7 +134,17 @@ class TokenModelClient(ModelClient):
         self._pending += messages
 
     def count_tokens(self, messages: Sequence[Message]) -> int:
-        return len(self.dialect.bridge(self._last_turn, messages))
+        return len(self._bridge(messages))
+
+    def _bridge(self, messages: Sequence[Message]) -> Sequence[int]:
+        """Return the tokens between the last turn and the next. The same messages are asked for several times between
+        two turns, and a template takes long to render: the last answers are kept."""
+        key = (self._last_turn, tuple(messages))
+        found = next((tokens for known, tokens in self._bridged if known == key), None)
+        if found is None:
+            found = tuple(self.dialect.bridge(self._last_turn, messages))
+            self._bridged = [(key, found), *self._bridged[: MAX_BRIDGED - 1]]
+        return found
 
     async def complete(self, max_tokens: int) -> Turn:
         started, prompt_tokens = time.monotonic(), len(self._builder)
@@ -172,7 +184,7 @@ class TokenModelClient(ModelClient):
 
     def flush(self) -> tuple[int, int]:
         pending, self._pending = self._pending, []
-        span = self._builder.append_context(self.dialect.bridge(self._last_turn, pending) if pending else ())
+        span = self._builder.append_context(self._bridge(pending) if pending else ())
         self._last_turn = () if pending else self._last_turn
         return span
 

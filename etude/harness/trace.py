@@ -5,6 +5,7 @@ token, whether it was sampled, its log-probability at the sampler, the weight ve
 list messages and tool outcomes in order, each with its token range; they are for reading, training uses tokens only.
 """
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -42,7 +43,7 @@ class Segment:
     tokens: npt.NDArray[np.uint32]
     sampled: npt.NDArray[np.bool_]  # produced by the model
     logprobs: npt.NDArray[np.float32]  # under the sampling distribution; 0 where not sampled
-    raw_logprobs: npt.NDArray[np.float32]  # under the unmodified model distribution
+    raw_logprobs: npt.NDArray[np.float32]  # under the unmodified model distribution; NaN: the sampler did not say
     versions: npt.NDArray[np.int32]
     # [tokens processed by the model, MoE layers, experts per token]: all tokens, or all but the last few
     routing: npt.NDArray[np.unsignedinteger] | None = None
@@ -168,10 +169,10 @@ class SegmentBuilder:
         return self._add(tokens, False, [0.0] * len(tokens), [0.0] * len(tokens), [NO_VERSION] * len(tokens))
 
     def append_sampled(
-        self, tokens: Sequence[int], logprobs: Sequence[float], raw: Sequence[float], versions: Sequence[int]
+        self, tokens: Sequence[int], logprobs: Sequence[float], raw: Sequence[float] | None, versions: Sequence[int]
     ) -> tuple[int, int]:
         """Append sampled tokens; return their range."""
-        return self._add(tokens, True, logprobs, raw, versions)
+        return self._add(tokens, True, logprobs, [math.nan] * len(tokens) if raw is None else raw, versions)
 
     def set_routing(self, routing: npt.NDArray[np.unsignedinteger] | None) -> None:
         """Set the routed experts of all tokens processed so far.
@@ -182,7 +183,7 @@ class SegmentBuilder:
         if routing is not None and len(routing) > self._routed:
             if len({*self._versions} - {NO_VERSION}) > 1:
                 self._routing, self._routed = [], 0
-            self._routing.append(routing[self._routed :])
+            self._routing.append(routing[self._routed :].copy())  # a view would keep the whole array of every turn
             self._routed = len(routing)
 
     def segment(self) -> Segment:

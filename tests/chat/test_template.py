@@ -36,7 +36,7 @@ def test_a_template_that_does_not_end_is_interrupted(name: str, monkeypatch: pyt
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_an_operation_that_cannot_be_interrupted_is_refused(name: str) -> None:
-    with pytest.raises(InputError, match=r"too large|Range too big"):
+    with pytest.raises(InputError, match=r"too large|Range too big|took more than"):
         render_template(OPERATIONS[name], {})
 
 

@@ -1,7 +1,8 @@
-"""The tool server: one file for any Python, restarted when killed, continued in forks."""
+"""The tool server: one program for any Python, restarted when killed, continued in forks."""
 
 import asyncio
 import json
+import marshal
 import shutil
 import subprocess
 import sys
@@ -11,11 +12,13 @@ from typing import Any
 
 import pytest
 from harness_pods import PodFixture, PodTools, open_pod_fixture, shared_pod_fixture
+from interpreters import interpreters
 
 from etude.harness.tool_set import ToolSet
 from etude.harness.tools.executor import open_tool_executor
 from etude.harness.toolserver import client
 from etude.harness.toolserver.client import ToolServer
+from etude.pods.payload import START
 from etude.pods.pod import PodError
 
 
@@ -24,25 +27,14 @@ def pods(request: pytest.FixtureRequest) -> PodFixture:
     return shared_pod_fixture(request.config)
 
 
-# -- the file
-
-
-def interpreters() -> list[str]:
-    """The oldest and the newest Python of this machine that the server should run on."""
-    found: dict[int, str] = {}
-    for minor in range(8, 20):
-        kept = [str(path) for path in Path.home().glob(f".pyenv/versions/3.{minor}.*/bin/python3")]
-        if program := next(iter(kept), shutil.which(f"python3.{minor}")):
-            found[minor] = program
-    return [found[minor] for minor in sorted({min(found), max(found)})] if found else []
+# -- the program
 
 
 @pytest.mark.parametrize("python", interpreters())
 def test_it_runs_on_this_python(python: str, tmp_path: Path) -> None:
     if subprocess.run([python, "-c", "0"], capture_output=True, check=False).returncode:
         pytest.skip("it does not run")
-    server, root = tmp_path / "server.pyz", tmp_path / "root"
-    server.write_bytes(client.program().data)
+    root = tmp_path / "root"
     root.mkdir()
     (root / "a.py").write_text("import os\n\n\ndef f():\n    return 1\n")
     (tmp_path / "state").mkdir()
@@ -62,12 +54,12 @@ def test_it_runs_on_this_python(python: str, tmp_path: Path) -> None:
         ("lints", {"paths": ["a.py"], "without_ruff": True}),
         ("listing", {}),
     ]
-    command = [python, "-I", "-S", str(server)]
+    command = [python, "-I", "-S", "-c", START, "etude-tools"]
     answers = []
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.write(plan.encode() + b"\n")
+        process.stdin.write(client.program() + plan.encode() + b"\n")
         process.stdin.flush()
         assert "hello" in json.loads(process.stdout.readline())
         for number, (do, given) in enumerate(asked):
@@ -93,7 +85,7 @@ def test_a_killed_server_fails_its_call_and_restarts_for_the_next(pods: PodFixtu
 
     async def check(tools: PodTools) -> None:
         await tools.text("run_terminal_cmd", command="export KEPT=1; cd /")
-        killing = "kill -9 $(ps -eo pid,args | awk '/server-.*pyz/ && !/awk/ {print $1}')"
+        killing = "kill -9 $(ps -eo pid,args | awk '/etude-tools/ && !/awk/ {print $1}')"
         said = await tools.error("environment", "run_terminal_cmd", command=killing)
         assert "the tool server stopped while the call ran" in said
         assert await tools.text("read_file", target_file="a") == "1|x"
@@ -122,7 +114,7 @@ def test_a_hanging_server_is_restarted(pods: PodFixture, monkeypatch: pytest.Mon
     monkeypatch.setattr(client, "GRACE_S", 0.5)
 
     async def check(tools: PodTools) -> None:
-        await tools.sh("kill -STOP $(ps -eo pid,args | awk '/server-.*pyz/ && !/awk/ {print $1}')")
+        await tools.sh("kill -STOP $(ps -eo pid,args | awk '/etude-tools/ && !/awk/ {print $1}')")
         with pytest.raises(client.ToolError) as caught:
             await tools.executor.context.server.request("read_file", {"target_file": "a"}, 0.5)
         assert caught.value.kind == "timeout"
@@ -131,10 +123,10 @@ def test_a_hanging_server_is_restarted(pods: PodFixture, monkeypatch: pytest.Mon
     pods.run(check, files={"a": "x\n"})
 
 
-def test_invalid_responses_of_a_replaced_server_are_environment_errors(pods: PodFixture) -> None:
+def test_invalid_responses_of_a_replaced_server_are_environment_errors(
+    pods: PodFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def check(tools: PodTools) -> None:
-        server = tools.executor.context.server
-        path = f"{server.state}/server-{client.program().digest}.pyz"
         for lie in (
             "print('not json')",
             "print('[1, 2]')",
@@ -152,14 +144,15 @@ def test_invalid_responses_of_a_replaced_server_are_environment_errors(pods: Pod
             await tools.executor.stop_server()
             greet = "print('{\"hello\": {}}', flush=True)"
             code = f"import sys\n{greet}\nfor _ in range(2): sys.stdin.readline()\n{lie}\n"
-            await tools.pod.write(path, code)
+            monkeypatch.setattr(client, "program", lambda code=code: marshal.dumps(code))
             outcome = await tools.call("read_file", target_file="a")
             assert outcome.error == "environment", f"{lie}: {outcome}"
             assert len(outcome.text.encode()) < 300_000
         await tools.executor.stop_server()
-        await tools.pod.write(path, "print(1/0)")
+        monkeypatch.setattr(client, "program", lambda: marshal.dumps("print(1/0)"))
         assert "cannot be started again" in await tools.error("environment", "read_file", target_file="a")
-        assert await tools.text("read_file", target_file="a") == "1|x"  # it was written anew
+        monkeypatch.undo()
+        assert await tools.text("read_file", target_file="a") == "1|x"
         assert tools.executor.bugs == 0
 
     pods.run(check, files={"a": "x\n"})
@@ -193,7 +186,7 @@ def test_an_image_without_python_or_a_workspace_raises(pods: PodFixture, monkeyp
     async def check(tools: PodTools) -> None:
         with pytest.raises(PodError, match="did not start: the workspace /no/where is not a directory"):
             await ToolServer(tools.pod, "/no/where").start()
-        monkeypatch.setattr(client, "INSTALL", client.INSTALL.replace("command -v python3", "command -v no-python3"))
+        monkeypatch.setattr(client, "PYTHON", "no-python3")
         with pytest.raises(PodError, match="has no python3, which the tool server needs"):
             await ToolServer(tools.pod).start()
 

@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import json
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -17,6 +18,7 @@ from etude.data.shards import Shards
 from etude.errors import InputError
 from etude.pods import open_fleet
 from etude.tasks.harbor import read_task
+from etude.tasks.leaks import find_leaks, measured_answers
 from etude_nano.base_data import Amounts, drill, make_base_data
 from etude_nano.code_snippets import (
     CodeSnippet,
@@ -28,7 +30,7 @@ from etude_nano.code_snippets import (
 )
 from etude_nano.demonstrator import NANO_TOOL_SET
 from etude_nano.exercises import TranscriptBuilder, draw_exercise, simulate_exercise
-from etude_nano.exercises_programs import run_script
+from etude_nano.exercises_programs import draw_slot_values, run_script
 from etude_nano.function_templates import draw_caller, draw_leaf
 from etude_nano.pod_sessions import run_demonstrations, vocabulary_texts
 from etude_nano.sides import UNSEEN_FAULTS, side_of
@@ -126,6 +128,18 @@ def test_an_exercise_tells_what_to_do_and_its_report_is_what_the_script_prints(p
         assert bool(edits) == (exercise.kind == "run-told")
 
 
+def test_an_invented_name_does_not_capture_a_word_that_a_template_writes(pool: SnippetPool) -> None:
+    ordinary = replace(pool, words=("apricot", "basalt", "cedar", "dune", "ember", "fjord", "gorge", "heath", "islet"))
+    capturing = replace(pool, words=(*ordinary.words, "key", "value", "len", "max", "a", "as"))
+    for seed in range(300):
+        rng = Random(seed)
+        values = draw_slot_values(rng, capturing)
+        function = draw_leaf("train", rng, set(), values)
+        compile(function.right.replace("@", ""), "nano", "exec")
+        assert not {"key", "value", "len", "max", "a", "as"} & set(values.values()), seed
+    assert sum(bool(draw_slot_values(Random(seed), ordinary)) for seed in range(100)) > 30
+
+
 def test_a_snippet_with_renamed_identifiers_has_the_same_structure(pool: SnippetPool) -> None:
     snippet = CodeSnippet("add", "def add(left, right):\n    return left + len(right)\n")
     other = rename_identifiers(snippet, Random(2), pool, 1.0)
@@ -190,7 +204,10 @@ def test_base_data_is_a_tokenizer_and_corpora_that_fit_it(tmp_path: Path) -> Non
     source.mkdir()
     for module in (inspect, json.decoder, asyncio.base_events):
         (source / f"{module.__name__}.py").write_text(inspect.getsource(module))
-    amounts = Amounts(practice=12, drills=6, code=1.0, programs=5, measured=200)
+    amounts = Amounts(practice=12, drills=6, code=1.0, programs=5, measured=200, measured_tasks=60)
+    (source / "either.py").write_text(
+        f'{inspect.getsource(json.dumps)}\n\ndef either(a, b):\n    return f"{{a}} or {{b}}"\n'
+    )
     facts = make_base_data(tmp_path / "data", [str(source)], amounts, processes=1)
     tokenizer = Tokenizer.load(tmp_path / "data" / "tokenizer")
     for kind, found in facts.items():
@@ -198,6 +215,10 @@ def test_base_data_is_a_tokenizer_and_corpora_that_fit_it(tmp_path: Path) -> Non
         assert shards.tokenizer_digest == tokenizer.digest
         assert (len(shards), shards.tokens) == (found["documents"], found["tokens"])
     assert facts["practice"]["documents"] >= 10
+    generate_nano(tmp_path / "unseen", 60, "unseen")  # tasks that write such an f-string are among them
+    answers = measured_answers([tmp_path / "unseen"])
+    assert list(find_leaks(answers, [source]))
+    assert not list(find_leaks(answers, [tmp_path / "data" / kind for kind in facts]))
     assert json.loads((tmp_path / "data" / "card.json").read_text())["corpora"] == facts
     with pytest.raises(InputError, match="not empty"):
         make_base_data(tmp_path / "data", [str(source)], amounts)

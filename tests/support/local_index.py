@@ -80,6 +80,19 @@ class LocalIndex:
 
 
 @contextlib.contextmanager
+def _serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """Run a server on this machine and yield its URL."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@contextlib.contextmanager
 def serving_index(index: LocalIndex) -> Iterator[LocalIndex]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -102,15 +115,9 @@ def serving_index(index: LocalIndex) -> Iterator[LocalIndex]:
         def log_message(self, format: str, *args: object) -> None:
             """Write nothing."""
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    index.url = f"http://127.0.0.1:{server.server_address[1]}/simple/"
-    try:
+    with _serving(Handler) as url:
+        index.url = f"{url}/simple/"
         yield index
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 def tools_index() -> LocalIndex:
@@ -119,3 +126,29 @@ def tools_index() -> LocalIndex:
     for name in ("setuptools", "pytest", "pluggy", "iniconfig", "packaging", "pygments"):
         index.add(installed_wheel(name))
     return index
+
+
+@contextlib.contextmanager
+def serving_files(files: Mapping[str, bytes]) -> Iterator[tuple[str, list[tuple[str, int]]]]:
+    """Serve files by path, with ETags; yield the URL and the requests that came, as path and status."""
+    requests: list[tuple[str, int]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            data = files.get(self.path)
+            tag = f'"{sha256(data)}"' if data is not None else ""
+            status = 404 if data is None else 304 if self.headers.get("If-None-Match") == tag else 200
+            requests.append((self.path, status))
+            body = data if data is not None and status == 200 else b""
+            self.send_response(status)
+            self.send_header("ETag", tag)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Write nothing."""
+
+    with _serving(Handler) as url:
+        yield url, requests

@@ -6,6 +6,7 @@ calls fail with an `environment` error; a lost pod is raised as it is.
 
 import asyncio
 import contextlib
+import errno
 import itertools
 import json
 import math
@@ -18,7 +19,7 @@ from typing import Any, cast, get_args
 from etude.errors import EtudeError
 from etude.harness.search.source import FileEntry
 from etude.harness.tools.tool import ErrorClass, ToolError, ToolOutcome
-from etude.pods.payload import Payload, pack
+from etude.pods.payload import START, pack
 from etude.pods.pod import Job, Pod, PodError, PodFileError, PodGone
 from etude.system.run_limited import run_limited
 
@@ -35,18 +36,13 @@ MAX_FILE = 1 << 20  # bytes of a file whose contents are read
 
 INSIDE = "etude.harness.toolserver.inside"
 
-# Writes the server next to its persistent state; prints the directory, and exits with 4 if python3 is missing.
-INSTALL = """\
-umask 077; d="${TMPDIR:-/tmp}/.etude"; f="$d/server-%s.pyz"
-mkdir -p "$d" && cat > "$f.new" && mv -f "$f.new" "$f" || exit 3
-command -v python3 >/dev/null || exit 4
-printf '%%s\\n' "$d"
-"""
+PROGRAM = (f"{INSIDE}.server:main", INSIDE, "etude.globs", "etude.pod_stdlib")
+PYTHON = "python3"
 
 
-def program() -> Payload:
-    """Return the tool server as a zip file."""
-    return pack(f"{INSIDE}.server:main", INSIDE, "etude.globs")
+def program() -> bytes:
+    """Return the tool server, to be sent to its standard input."""
+    return pack(*PROGRAM)
 
 
 class ToolServerBug(EtudeError):
@@ -63,32 +59,27 @@ class ToolServerNotStarted(PodError):
 
 @dataclass(frozen=True)
 class LaunchedToolServer:
-    """A tool server that waits for its configuration, and its state directory in the pod."""
+    """A tool server that waits for its configuration."""
 
-    state: str
     connection: "_ServerConnection"
 
 
-async def launch_tool_server(pod: Pod, state: str = "") -> LaunchedToolServer:
-    """Start the process of a tool server, and install it first unless `state` has it.
+async def launch_tool_server(pod: Pod) -> LaunchedToolServer:
+    """Start the process of a tool server.
 
     A warm pool prepares its pods with this: what the server is shown comes with the first request of a session.
     """
-    state = state or await _install(pod)
-    job = await pod.spawn(["python3", "-I", "-S", f"{state}/server-{program().digest}.pyz"])
-    return LaunchedToolServer(state, _ServerConnection(job))
-
-
-async def _install(pod: Pod) -> str:
-    """Write the server into the pod; return its state directory."""
-    done = await pod.exec(["sh", "-c", INSTALL % program().digest], stdin=program().data, timeout=START_S)
-    if done.exit_code == 4:
-        raise PodError(f"image {pod.image!r} has no python3, which the tool server needs; install Python 3.8+")
-    where = done.stdout.strip()
-    if not done.ok or not where.startswith("/"):
-        what = (done.stderr.strip() or f"exit code {done.exit_code}")[-MAX_ERRORS:]
-        raise PodError(f"pod {pod.id}: the tool server could not be written to a temporary directory: {what}")
-    return where
+    try:
+        job = await pod.spawn([PYTHON, "-I", "-S", "-c", START, "etude-tools"])
+    except PodError as error:
+        if isinstance(error.__cause__, PodFileError) and error.__cause__.errno == errno.ENOENT:
+            message = f"image {pod.image!r} has no python3, which the tool server needs; install Python 3.8+"
+            raise PodError(message) from error
+        raise
+    connection = _ServerConnection(job)
+    with contextlib.suppress(ToolServerDied):  # it ended before reading; the reader has the reason
+        await connection.write(program())
+    return LaunchedToolServer(connection)
 
 
 class ToolServer:
@@ -114,21 +105,19 @@ class ToolServer:
                 return self._connection
             launched, self.pod.prepared = self.pod.prepared, None
             if not isinstance(launched, LaunchedToolServer) or launched.connection.closed is not None:
-                launched = await launch_tool_server(self.pod, self.state)
-            self.state, self._connection = launched.state, launched.connection
-            connection = launched.connection
+                launched = await launch_tool_server(self.pod)
+            connection = self._connection = launched.connection
             config = json.dumps({"root": self.root, "state": self.state, "names": self.names})
             try:
                 hello = await connection.hello(config, START_S)
             except ToolServerDied as error:
                 self._connection = None
-                self.state = ""  # install it again next time: the pod may have damaged it
                 raise ToolServerNotStarted(f"pod {self.pod.id}: the tool server did not start: {error}") from None
             except BaseException:
                 self._connection = None
                 await connection.kill()
                 raise
-            self.root = str(hello.get("root", self.root))
+            self.root, self.state = str(hello.get("root", self.root)), str(hello.get("state", self.state))
             self.starts += 1
             return connection
 
@@ -274,7 +263,7 @@ class _ServerConnection:
         """Send the configuration and wait for the hello message."""
         try:
             with contextlib.suppress(ToolServerDied):  # it ended before reading; the reader has the reason
-                await self._write(config.encode() + b"\n")
+                await self.write(config.encode() + b"\n")
             response = await asyncio.wait_for(self.pending[0], timeout)
         except TimeoutError:
             await self.kill()
@@ -291,20 +280,20 @@ class _ServerConnection:
         written = False
         try:
             async with asyncio.timeout(limit_s + GRACE_S):
-                await self._write(line.encode())
+                await self.write(line.encode())
                 written = True
                 return await future
         except asyncio.CancelledError:
             if written:
                 with contextlib.suppress(EtudeError):
-                    await self._write(json.dumps({"cancel": number}).encode() + b"\n")
+                    await self.write(json.dumps({"cancel": number}).encode() + b"\n")
             else:
                 await self.kill()  # it received half a line
             raise
         finally:
             self.pending.pop(number, None)
 
-    async def _write(self, data: bytes) -> None:
+    async def write(self, data: bytes) -> None:
         try:
             async with self.writing:
                 if self.closed is None:

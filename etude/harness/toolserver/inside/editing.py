@@ -7,12 +7,8 @@ lints; the copies are named by path relative to the root, so that they are valid
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-import re
 
-from etude.harness.toolserver.inside import nearest
 from etude.harness.toolserver.inside.paths import (
     Refusal,
     ToolWorkspace,
@@ -21,11 +17,13 @@ from etude.harness.toolserver.inside.paths import (
     refusal_for,
     replace_file,
 )
+from etude.pod_stdlib import dumps, loads
 
 TYPE_CHECKING = False  # typing is slow to import
 if TYPE_CHECKING:
     from typing import Any
 
+MAX_NAME = 100  # bytes of a path that is part of a file name
 MAX_ORIGINAL = 1 << 20  # bytes of a file whose original is saved
 
 
@@ -43,23 +41,25 @@ def search_replace(workspace: ToolWorkspace, arguments: dict[str, Any]) -> dict[
         raise Refusal("bad_arguments", "old_string and new_string are the same; nothing was changed")
     if not old.strip():
         raise Refusal("bad_arguments", "old_string is only white space; give some of the text around it too")
-    places = list(_expression(old).finditer(data))
+    places = _find(data, old)
     if not places:
+        from etude.harness.toolserver.inside import nearest
+
         raise Refusal("environment", f"old_string was not found in {shown}.\n{nearest.explain(data, old)}")
     if len(places) > 1 and not arguments.get("replace_all"):
-        raise Refusal("environment", _ambiguous_match_text(shown, data, [place.start() for place in places]))
+        raise Refusal("environment", _ambiguous_match_text(shown, data, [start for start, _ in places]))
     replacement = _lines_as_in(new, data)
     parts, at = [], 0
-    for place in places:
-        parts += [data[at : place.start()], replacement]
-        at = place.end()
+    for start, end in places:
+        parts += [data[at:start], replacement]
+        at = end
     changed = b"".join([*parts, data[at:]])
     if changed == data:
         raise Refusal("bad_arguments", "old_string and new_string differ only in line ends; nothing was changed")
     _save_and_write(workspace, real, changed, data, existed=True)
-    removed = sum(_line_count(place.group()) for place in places)
+    removed = sum(_line_count(data[start:end]) for start, end in places)
     added = _line_count(replacement) * len(places)
-    first = data.count(b"\n", 0, places[0].start()) + 1
+    first = data.count(b"\n", 0, places[0][0]) + 1
     where = f"at line {first}" if len(places) == 1 else f"in {len(places)} places, the first at line {first}"
     facts = {"path": workspace.display(real), "lines_added": added, "lines_removed": removed, "places": len(places)}
     return {"text": f"Edited {shown} {where}.", "facts": facts}
@@ -137,10 +137,18 @@ def _line_count(data: bytes) -> int:
     return data.count(b"\n") + bool(data and not data.endswith(b"\n"))
 
 
-def _expression(old: str) -> re.Pattern[bytes]:
-    """Return a pattern for `old` with any line ends. It has only literal characters, so it cannot backtrack."""
-    lines = old.replace("\r\n", "\n").encode().split(b"\n")
-    return re.compile(rb"\r?\n".join(map(re.escape, lines)))
+def _find(data: bytes, old: str) -> list[tuple[int, int]]:
+    """Return the start and end of every occurrence of `old`, with any line ends, in order and without overlaps."""
+    wanted = old.replace("\r\n", "\n").encode()
+    if b"\r" in data:
+        import re  # a pattern that has only literal characters cannot backtrack
+
+        return [found.span() for found in re.finditer(rb"\r?\n".join(map(re.escape, wanted.split(b"\n"))), data)]
+    found, at = [], data.find(wanted)
+    while at >= 0:
+        found.append((at, at + len(wanted)))
+        at = data.find(wanted, at + len(wanted))
+    return found
 
 
 def _lines_as_in(text: str, data: bytes) -> bytes:
@@ -164,7 +172,7 @@ def save_original(workspace: ToolWorkspace, real: str, data: bytes | None, exist
     """Save a file before its first change. A full disk does not prevent the edit."""
     name = workspace.relative(real)
     place = os.path.join(workspace.state, "originals")
-    note = os.path.join(place, hashlib.sha256(os.fsencode(name)).hexdigest()[:32])
+    note = os.path.join(place, _note_name(os.fsencode(name)))
     if os.path.exists(note + ".json"):
         return
     kept = data is not None and len(data) <= MAX_ORIGINAL
@@ -172,9 +180,18 @@ def save_original(workspace: ToolWorkspace, real: str, data: bytes | None, exist
         os.makedirs(place, mode=0o700, exist_ok=True)
         if data is not None and kept:
             replace_file(note + ".data", data)
-        replace_file(note + ".json", json.dumps({"path": name, "existed": existed, "kept": kept}).encode())
+        replace_file(note + ".json", dumps({"path": name, "existed": existed, "kept": kept}).encode())
     except OSError:
         return
+
+
+def _note_name(path: bytes) -> str:
+    """Return a file name for a path: its bytes, or their digest if that would be too long."""
+    if len(path) <= MAX_NAME:
+        return f"p-{path.hex()}"
+    import hashlib  # which loads OpenSSL
+
+    return f"d-{hashlib.sha256(path).hexdigest()}"
 
 
 def originals(workspace: ToolWorkspace) -> dict[str, bytes | None]:
@@ -190,7 +207,7 @@ def originals(workspace: ToolWorkspace) -> dict[str, bytes | None]:
             continue
         try:
             with open(os.path.join(place, name), encoding="utf-8") as file:
-                note = json.load(file)
+                note = loads(file.read())
             data: bytes | None = b"" if not note["existed"] else None
             if note["kept"]:
                 with open(os.path.join(place, name[:-5] + ".data"), "rb") as file:

@@ -5,24 +5,25 @@ A command that does not end in time continues in the background. A restarted ser
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
-import json
 import os
-import signal
 import time
 
 from etude.harness.toolserver.inside import output, shell
 from etude.harness.toolserver.inside.paths import Refusal, ToolWorkspace
+from etude.pod_stdlib import loads, suppress
 
 TYPE_CHECKING = False  # typing is slow to import
 if TYPE_CHECKING:
+    import signal
     from collections.abc import Callable
     from typing import Any
 
     from etude.harness.toolserver.inside.server import ToolServerProcess
 
     Respond = Callable[[Callable[[], dict[str, Any]]], None]
+else:
+    import _signal as signal
 
 POLL_S = 0.1  # interval for jobs of an earlier server, whose end is not reported to this one
 KILL_S = 4.0  # to wait for a terminated job; it is killed by force after a second
@@ -56,7 +57,7 @@ class ShellJob:
         alive = is_locked(self.base + ".lock")
         try:
             with open(self.base + ".done", encoding="utf-8") as file:
-                found = json.load(file)
+                found = loads(file.read())
             self.ended = {**found, "code": int(found["code"]), "size": int(found["size"])}
         except (OSError, ValueError, KeyError, TypeError):
             self.ended = None if alive else {"lost": True}
@@ -64,7 +65,7 @@ class ShellJob:
     def mark_shown(self, end: int) -> None:
         """Remember how much of the log the model has seen."""
         self.shown = end
-        with contextlib.suppress(OSError), open(self.base + ".shown", "w") as file:
+        with suppress(OSError), open(self.base + ".shown", "w") as file:
             file.write(str(self.shown))
 
 
@@ -118,7 +119,7 @@ class ShellJobs:
         while True:
             self.last += 1
             job = ShellJob(self.directory, self.last)
-            with contextlib.suppress(FileExistsError):
+            with suppress(FileExistsError):
                 lock = os.open(job.base + ".lock", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 self.jobs[self.last] = job
@@ -139,7 +140,7 @@ class ShellJobs:
             signal.pthread_sigmask(signal.SIG_SETMASK, previous)
             os.close(lock)
         job.started_here = True
-        with contextlib.suppress(OSError), open(job.base + ".pid", "w") as file:
+        with suppress(OSError), open(job.base + ".pid", "w") as file:
             file.write(str(job.pid))
 
     def prune_logs(self) -> None:
@@ -150,14 +151,14 @@ class ShellJobs:
         for number, size in sizes.items():
             if total <= MAX_LOGS:
                 return
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 os.unlink(os.path.join(self.directory, f"{number}.log"))
                 total -= size
 
     def on_supervisor_exit(self, job: ShellJob, data: bytes) -> None:
         """Store how the command ended as reported by the supervisor, or that the supervisor was killed."""
         try:
-            job.ended = json.loads(data) if data else {"lost": True}
+            job.ended = loads(data) if data else {"lost": True}
         except ValueError:
             job.ended = {"lost": True}
         if job.foreground and "code" in (job.ended or {}):
@@ -178,9 +179,9 @@ class ShellJobs:
             known = f"jobs 1 to {self.last} have been started" if self.last else "no job has been started yet"
             raise Refusal("environment", f"there is no job {text[:50]!r}; {known}")
         job = self.jobs[number] = ShellJob(self.directory, number)
-        with contextlib.suppress(OSError, ValueError), open(job.base + ".shown") as file:
+        with suppress(OSError, ValueError), open(job.base + ".shown") as file:
             job.shown = int(file.read(20))
-        with contextlib.suppress(OSError, ValueError), open(job.base + ".pid") as file:
+        with suppress(OSError, ValueError), open(job.base + ".pid") as file:
             job.pid = int(file.read(20))
         return job
 

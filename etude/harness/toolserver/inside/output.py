@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import os
-import re
 
 HEAD = 5_000  # characters
 TAIL = 10_000
 WINDOW = 64 << 10  # bytes read at either end: enough for any characters and for removed sequences
 
-_SEQUENCES = re.compile(
+_SEQUENCES = (
     r"\x1b(?:\[[0-?]*[ -/]*[@-~]"  # colours and cursor movement
     r"|\][^\x07\x1b]{0,512}(?:\x07|\x1b\\)"  # titles and links
     r"|[PX^_][^\x1b]{0,512}\x1b\\"
     r"|[ -/]*[0-~])"
 )
-_CONTROLS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+_CONTROLS = "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]"
 
 
 def clean(text: str) -> str:
     """Return the text as a terminal would finally show it: no colours, and only the last state of a progress bar."""
-    text = _SEQUENCES.sub("", text).replace("\r\n", "\n")
+    if text.replace("\n", "").replace("\t", "").isprintable():
+        return text
+    import re  # takes as long to import as everything else here
+
+    text = re.sub(_SEQUENCES, "", text).replace("\r\n", "\n")
     if "\r" in text:
         text = "\n".join(_overwritten(line) for line in text.split("\n"))
-    return _CONTROLS.sub("", text)
+    return re.sub(_CONTROLS, "", text)
 
 
 def _overwritten(line: str) -> str:

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import stat
 
 MAX_FILE = 64 << 20  # bytes of a file that is read completely
 SAMPLE = 8192  # first bytes, in which a NUL means binary, as in git
 
-_UNSAFE = "[\x00-\x1f\x7f-\x9f\ud800-\udfff\u2028\u2029\ufeff]"  # compiled when first used: it takes a millisecond
 _ESCAPED = r'\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|([ntr\\"]))'
 _SHORT = {"\n": "\\n", "\t": "\\t", "\r": "\\r", "\\": "\\\\", '"': '\\"'}
 _LONG = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", '"': '"'}
@@ -42,7 +40,7 @@ class Refusal(Exception):
 
 def quote_name(name: str) -> str:
     """Return a name on one line: as it is, or quoted with escapes if it is ambiguous."""
-    if not re.search(_UNSAFE, name) and not name.startswith('"'):
+    if not name.startswith('"') and (name.isprintable() or not any(map(_is_unsafe, name))):
         return name
     parts = []
     for char in name:
@@ -51,17 +49,23 @@ def quote_name(name: str) -> str:
             parts.append(_SHORT[char])
         elif 0xDC80 <= code <= 0xDCFF:  # a byte that is not UTF-8, decoded with surrogateescape
             parts.append(f"\\x{code - 0xDC00:02x}")
-        elif code < 0x80 and re.match(_UNSAFE, char):
+        elif code < 0x80 and _is_unsafe(char):
             parts.append(f"\\x{code:02x}")
-        elif re.match(_UNSAFE, char):
+        elif _is_unsafe(char):
             parts.append(f"\\u{code:04x}")
         else:
             parts.append(char)
     return '"' + "".join(parts) + '"'
 
 
+def _is_unsafe(char: str) -> bool:
+    """Return whether a character breaks a line, is invisible or cannot be encoded: none of them is printable."""
+    return char < " " or "\x7f" <= char <= "\x9f" or "\ud800" <= char <= "\udfff" or char in "\u2028\u2029\ufeff"
+
+
 def unquote_name(text: str) -> str:
     """Undo `quote_name`."""
+    import re
 
     def char(found: re.Match[str]) -> str:
         byte, code, letter = found.groups()

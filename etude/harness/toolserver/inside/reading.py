@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 
-from etude.globs import GitGlobs
 from etude.harness.toolserver.inside.paths import (
     Refusal,
     ToolWorkspace,
@@ -99,6 +98,8 @@ def _is_invalid_utf8(data: bytes) -> bool:
 def list_dir(workspace: ToolWorkspace, arguments: dict[str, Any]) -> dict[str, Any]:
     """List the names in a directory, sorted, without those that begin with a dot; directories end with "/"."""
     path = workspace.resolve(arguments.get("target_directory") or ".")
+    from etude.globs import GitGlobs
+
     ignored = GitGlobs(arguments.get("ignore_globs") or [])
     shown = workspace.display(path)
     names, count, dots = [], 0, 0

@@ -9,25 +9,25 @@ Imports are most of the time until the first answer: what only some requests nee
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import select
-import signal
 import sys
 import time
-from importlib import import_module
 
 from etude.harness.toolserver.inside.paths import Refusal, ToolWorkspace
+from etude.pod_stdlib import dumps, loads, suppress
 
 TYPE_CHECKING = False  # importing typing would take a tenth of the start time
 if TYPE_CHECKING:
+    import signal
     from collections.abc import Callable, Iterable
     from typing import Any
 
     from etude.harness.toolserver.inside.jobs import ShellJobs
 
     Cancel = Callable[[], None]
+else:
+    import _signal as signal  # the same functions, without the enumerations
 
 MAX_REQUEST = 64 << 20  # bytes of a request line
 MAX_RESPONSE = 12 << 20
@@ -49,7 +49,13 @@ SLOW = {
     "listing": ("listing", "listing"),
     "lints": ("lints", "lints"),
 }
-PRELOADED = ("reading", "editing", "jobs", "supervise", "grep", "listing", "lints", "watch")
+# tool -> modules that its operations need, if it is in neither table
+OTHERS = {
+    "run_terminal_cmd": ("jobs", "supervise"),
+    "await": ("watch",),
+    "read_lints": ("lints",),
+    "codebase_search": ("listing",),
+}
 JOBS = {"run": "run", "await": "wait", "kill": "kill"}
 
 
@@ -113,7 +119,7 @@ class ToolServerProcess:
             self._run_child(work, child_end, kept_fd)
         os.close(child_end)
         if kept_fd >= 0:  # in the parent too, so that it happens before our process group can be killed
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 os.setpgid(pid, pid)
         self.read_to_end(parent_end, done)
         return pid
@@ -138,7 +144,7 @@ class ToolServerProcess:
 
     def kill(self, pid: int, number: int = signal.SIGKILL) -> None:
         """Signal a child; the kernel reaps it."""
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             os.kill(pid, number)
 
     def handle_events(self) -> None:
@@ -162,13 +168,15 @@ class ToolServerProcess:
         return self._jobs
 
     def load(self) -> None:
-        """Import the remaining modules one by one between requests: the zip file may be removed later."""
-        for module in PRELOADED:
-            name = f"etude.harness.toolserver.inside.{module}"
-            if name not in sys.modules:
-                import_module(name)
-                self.call_at(time.monotonic() + 0.001, self.load)
-                return
+        """Import the modules of the session's tools one by one between requests."""
+        tables = {**QUICK, **SLOW}
+        for tool in self.workspace.names:
+            for module in OTHERS.get(tool, tables.get(tool, ())[:1]):
+                name = f"etude.harness.toolserver.inside.{module}"
+                if name not in sys.modules:
+                    __import__(name)
+                    self.call_at(time.monotonic() + 0.001, self.load)
+                    return
 
     # -- requests
 
@@ -198,7 +206,7 @@ class ToolServerProcess:
 
     def handle(self, line: bytes) -> None:
         """Start a request."""
-        request = json.loads(line)
+        request = loads(line)
         if "cancel" in request:
             if cancel := self.active.pop(request["cancel"], None):
                 cancel()
@@ -238,7 +246,7 @@ class ToolServerProcess:
                 body = {"ok": work(self.workspace, arguments)}
             except Exception as error:
                 body = failure(error)
-            data = json.dumps(body).encode()
+            data = dumps(body).encode()
             while data:
                 data = data[os.write(pipe, data) :]
 
@@ -271,7 +279,7 @@ class ToolServerProcess:
 
     def send(self, number: int, body: dict[str, Any]) -> None:
         self.active.pop(number, None)
-        self.write(json.dumps({"id": number, **body}).encode() + b"\n")
+        self.write(dumps({"id": number, **body}).encode() + b"\n")
 
     def write(self, data: bytes) -> None:
         view = memoryview(data)
@@ -287,7 +295,7 @@ def close_others(kept: Iterable[int]) -> None:
         found = list(range(3, 1024))
     for fd in found:
         if fd > 2 and fd not in kept:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 os.close(fd)
 
 
@@ -303,7 +311,7 @@ def handler(
     """Return the function that implements an operation."""
     module, name = table[operation]
     function: Callable[[ToolWorkspace, dict[str, Any]], dict[str, Any]]
-    function = getattr(import_module(f"etude.harness.toolserver.inside.{module}"), name)
+    function = getattr(__import__(f"etude.harness.toolserver.inside.{module}", fromlist=["_"]), name)
     return function
 
 
@@ -313,6 +321,8 @@ def failure(error: Exception) -> dict[str, Any]:
         return {"error": {"kind": error.kind, "message": str(error)}}
     if isinstance(error, MemoryError):
         return {"error": {"kind": "environment", "message": "it needs more memory than there is; narrow it"}}
+    if isinstance(error, ImportError):  # a session can remove the standard library
+        return {"error": {"kind": "environment", "message": f"the python3 of this machine is damaged: {error}"}}
     if isinstance(error, OSError):
         return {"error": {"kind": "environment", "message": str(error.strerror or error).lower()}}
     import traceback
@@ -321,27 +331,40 @@ def failure(error: Exception) -> dict[str, Any]:
     return {"error": {"kind": "bug", "message": f"{type(error).__name__}: {error}", "trace": trace[-4000:]}}
 
 
+def state_directory() -> str:
+    """Return the directory of what the server keeps for a restart: outside the workspace, for its user only."""
+    directory = os.path.join(os.environ.get("TMPDIR") or "/tmp", ".etude")
+    before = os.umask(0o077)
+    try:
+        os.makedirs(directory, exist_ok=True)
+    except OSError as error:
+        raise SystemExit(f"its directory {directory} cannot be made: {error.strerror}") from None
+    finally:
+        os.umask(before)
+    return directory
+
+
 def main() -> None:
-    """Start the server: read the configuration from the first line of stdin, write the hello message, serve.
+    """Start the server: read the configuration, the next line of stdin, write the hello message, serve.
 
     The configuration is not in the command line: a `pkill -f` in a session must not match the server.
     """
     responses = os.dup(1)
     requests = os.dup(0)
-    with open(requests, "rb", buffering=0, closefd=False) as first:
-        config = json.loads(first.readline())
+    config = loads(sys.stdin.buffer.readline())  # behind the program; further requests come after the hello message
     null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
     os.dup2(null, 0)
     os.dup2(2, 1)  # stray prints go to stderr, not into the protocol
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps children
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with contextlib.suppress(OSError), open("/proc/self/comm", "w") as file:
+    with suppress(OSError), open("/proc/self/comm", "w") as file:
         file.write("etude-tools")  # so that `pkill python` does not match
     if not os.path.isdir(config["root"]):
         raise SystemExit(f"the workspace {config['root']} is not a directory")
-    workspace = ToolWorkspace(config["root"], config["state"], config["names"])
+    workspace = ToolWorkspace(config["root"], config["state"] or state_directory(), config["names"])
     os.chdir("/")  # the current directory must not be one that can be removed
     server = ToolServerProcess(workspace, responses)
     version = ".".join(map(str, sys.version_info[:3]))
-    server.write(json.dumps({"hello": {"root": workspace.root, "python": version}}).encode() + b"\n")
+    hello = {"root": workspace.root, "state": workspace.state, "python": version}
+    server.write(dumps({"hello": hello}).encode() + b"\n")
     server.serve(requests)

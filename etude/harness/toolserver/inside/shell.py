@@ -8,8 +8,12 @@ without ending the model's shell, and a fork of the pod continues with the state
 from __future__ import annotations
 
 import os
-import re
-import shutil
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import locale
+else:
+    import _locale as locale  # the same functions, without `re`
 
 # Programs must not wait for a key, draw progress bars or colours, or use another locale than tests expect.
 SETTINGS = {
@@ -105,7 +109,7 @@ class ShellState:
         by name must not match itself.
         """
         given = {"driver": _DRIVER, "save": _SAVE, "state": self.file, "left": left, "command": command, "file": ""}
-        given["names"] = " ".join(n for n in self.environment if re.fullmatch(r"[A-Za-z_]\w*", n, re.ASCII))
+        given["names"] = " ".join(n for n in self.environment if n.isascii() and n.isidentifier())
         if len(command.encode()) > MAX_VARIABLE:
             given.update(command="", file=left + ".command")
             with open(given["file"], "w", encoding="utf-8") as file:
@@ -142,8 +146,6 @@ def remove_state(left: str) -> None:
 
 def usable_locale() -> str:
     """Return C.UTF-8 if the system has it; otherwise bash would print a warning before every command."""
-    import locale
-
     before = locale.setlocale(locale.LC_CTYPE)
     try:
         locale.setlocale(locale.LC_CTYPE, "C.UTF-8")
@@ -156,7 +158,9 @@ def usable_locale() -> str:
 
 def missing_reason() -> str:
     """Return why there is no shell, empty if there is one."""
-    return "" if shutil.which("bash") else "there is no bash in this image, which the terminal needs"
+    places = [os.path.join(directory, "bash") for directory in os.get_exec_path()]
+    found = any(os.access(place, os.X_OK) and not os.path.isdir(place) for place in places)
+    return "" if found else "there is no bash in this image, which the terminal needs"
 
 
 def describe(code: int) -> str:

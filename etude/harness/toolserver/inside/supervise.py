@@ -6,18 +6,19 @@ broken pipe when a session ends. It exits when no process holds the command's ou
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import select
-import signal
-import subprocess
 import time
+
+from etude.pod_stdlib import dumps, suppress
 
 TYPE_CHECKING = False  # typing is slow to import
 if TYPE_CHECKING:
+    import signal
     from types import FrameType
     from typing import Any
+else:
+    import _signal as signal
 
 LOG_CAP = 64 << 20  # bytes of a log; beyond that only the end is kept
 LOG_TAIL = 64 << 10
@@ -32,7 +33,7 @@ class Log:
 
     def __init__(self, path: str) -> None:
         self.file = -1
-        with contextlib.suppress(OSError):  # a full disk: no log
+        with suppress(OSError):  # a full disk: no log
             self.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         self.written = 0
         self.dropped = 0
@@ -59,7 +60,7 @@ class Log:
         if self.dropped > len(self.tail):
             mark = f"\n[... {self.dropped - len(self.tail):,} bytes were not kept ...]\n".encode()
             self.tail[:0] = mark
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             count = os.write(self.file, self.tail)
             self.written += count
             del self.tail[:count]
@@ -92,6 +93,31 @@ def _listed(directory: str) -> list[str]:
         return []
 
 
+def start_in_session(argv: list[str], env: dict[str, str], cwd: str, output: int) -> int:
+    """Start a program in a session of its own, with no input and with both outputs to a descriptor; return its pid.
+
+    Every other descriptor of ours is closed in it, and signals that Python ignores have their default effect.
+    """
+    os.chdir(cwd)
+    try:
+        actions = [(os.POSIX_SPAWN_DUP2, output, 1), (os.POSIX_SPAWN_DUP2, output, 2)]
+        defaults = [signal.SIGPIPE, signal.SIGXFSZ]
+        try:
+            return os.posix_spawnp(argv[0], argv, env, file_actions=actions, setsid=True, setsigdef=defaults)
+        except NotImplementedError:  # a C library without POSIX_SPAWN_SETSID
+            import subprocess
+
+            options: Any = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output, "start_new_session": True}
+            return subprocess.Popen(argv, env=env, **options).pid
+    finally:
+        os.chdir("/")  # the directory may be removed while the command runs
+
+
+def exit_code(status: int) -> int:
+    """Return the exit code that a shell would give for a status of `waitpid`."""
+    return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+
+
 class Supervisor:
     """Runs and watches one command."""
 
@@ -115,15 +141,7 @@ class Supervisor:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # an ignored signal would be ignored in the command too
         log = Log(self.spec["log"])
         try:
-            process = subprocess.Popen(
-                self.spec["argv"],
-                stdin=subprocess.DEVNULL,
-                stdout=child_output,
-                stderr=child_output,
-                env=self.spec["env"],
-                cwd=self.spec["cwd"],
-                start_new_session=True,
-            )
+            pid = start_in_session(self.spec["argv"], self.spec["env"], self.spec["cwd"], child_output)
         except OSError as error:
             self.report(status, {"failed": f"{self.spec['argv'][0]}: {error.strerror}"})
             return
@@ -138,14 +156,13 @@ class Supervisor:
             if open_ended and not self.copy_output(output, log):
                 open_ended = False
                 poll.unregister(output)
-            self.end_if_due(process.pid, reported)
-            if not reported and process.poll() is not None:
+            self.end_if_due(pid, reported)
+            if not reported and (status_of := os.waitpid(pid, os.WNOHANG))[0]:
                 taken = 0
                 while open_ended and taken < DRAIN and (data := drain(output, READ)):
                     log.add(data)
                     taken += len(data)
-                code = process.returncode
-                ended: dict[str, Any] = {"code": code if code >= 0 else 128 - code, "size": log.finish()}
+                ended: dict[str, Any] = {"code": exit_code(status_of[1]), "size": log.finish()}
                 if log.tail:
                     ended["unsaved"] = log.tail[-UNSAVED:].decode("utf-8", "replace")
                 ended["limit_s"] = self.spec["timeout_s"]
@@ -179,12 +196,12 @@ class Supervisor:
 
     def report(self, status: int, facts: dict[str, Any]) -> None:
         """Write the exit report to a file and to the status pipe."""
-        text = json.dumps(facts).encode()
-        with contextlib.suppress(OSError):  # a full disk: the pipe still gets the report
+        text = dumps(facts).encode()
+        with suppress(OSError):  # a full disk: the pipe still gets the report
             with open(self.spec["done"] + ".new", "wb") as file:
                 file.write(text)
             os.rename(self.spec["done"] + ".new", self.spec["done"])
-        with contextlib.suppress(OSError):  # the server is gone; the next server reads the file
+        with suppress(OSError):  # the server is gone; the next server reads the file
             os.write(status, text + b"\n")
         os.close(status)
 
