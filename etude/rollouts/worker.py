@@ -170,8 +170,9 @@ class Worker:
     async def _shut_down(self) -> None:
         """Cancel all rollouts and release their slots, without counting failures."""
         works = [claim.work for claim in self.claims.values() if claim.work is not None]
-        for work in works:
-            work.cancel()
+        for claim in self.claims.values():
+            if claim.work is not None and not claim.reported:  # after the report only its checkpoint is left to remove
+                claim.work.cancel()
         snapshots = [claim.snapshot for claim in self.claims.values() if claim.snapshot]
         if works:
             await asyncio.wait(works, timeout=STOP_S / 2)

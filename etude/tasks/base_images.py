@@ -117,7 +117,7 @@ async def python_image(fleet: Fleet, packages: tuple[str, ...] = PACKAGES) -> Im
     """
     host, version = await fleet.resolve("host"), fleet.system.python
     found = _with_dependencies(packages)
-    name = f"python-{version}-{digest('python image 3', host.id, *found)[:16]}"
+    name = f"python-{version}-{digest('python image 4', host.id, *found)[:16]}"
     if (known := await fleet.known_image(name)) is not None:
         return known
 

@@ -24,7 +24,7 @@ from tests.rollouts.recorded_sessions import ATTACKS, Session, attacks, demonstr
 DEMO_S = 3600.0
 WEAKER = """
 import asyncio, json
-from etude.pods.cli.doctor import diagnose
+from etude.pods.diagnosis import diagnose
 from etude.pods.runtime.probe import strongest_backend
 (found,) = asyncio.run(diagnose(None, "namespace"))["backends"]
 print(json.dumps({**found, "summary": asyncio.run(strongest_backend()).summary()}))

@@ -14,6 +14,7 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from run_services import ServiceProcess, environment_of, facts_of, member_of, service_url, threaded_service
@@ -179,6 +180,24 @@ def test_a_crashed_verifier_is_retried_and_never_a_zero(state: Path, tmp_path: P
         assert [turn for turn, _ in policy.requests] == list(range(len(LINES)))  # the session itself was not run again
     assert [incident.kind for incident in run.queue.incidents()] == ["failed"] * run.failures()
     assert "no-reward" in run.queue.incidents()[0].why
+    assert not list(run.layout.partial.iterdir())
+
+
+def test_a_worker_that_is_stopped_after_a_rollout_removes_its_checkpoint(state: Path, tmp_path: Path) -> None:
+    run = PreparedRun(tmp_path, SINGLE, CHECKPOINTING)
+    run.queue.add([("lines", 0)])
+    remove_snapshot = Fleet.remove_snapshot
+
+    async def remove_slowly(fleet: Fleet, id: str) -> None:
+        await asyncio.sleep(0.5)
+        await remove_snapshot(fleet, id)
+
+    async def work() -> None:
+        async with working(run, state, LinesPolicy()):
+            await until(lambda: run.queue.counts() == {"ready": 1})
+
+    with patch.object(Fleet, "remove_snapshot", remove_slowly):
+        inside(work())
     assert not list(run.layout.partial.iterdir())
 
 

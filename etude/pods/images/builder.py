@@ -28,7 +28,7 @@ from etude.pods.images.context import (
     source_digest,
 )
 from etude.pods.images.layers import LayerStack
-from etude.pods.images.records import Image, Layer
+from etude.pods.images.records import Image, Layer, is_content_id
 from etude.pods.images.store import Store
 from etude.pods.images.trees import can_chown, copy_leaf, copy_metadata, digest
 from etude.pods.pod import Egress, Pod, PodError
@@ -131,7 +131,8 @@ class StoreBuilder(LayerBuilder):
 
     async def run(self, step: RunStep) -> Image:
         async with self._locks.setdefault(step.key, asyncio.Lock()):
-            if (cached := self.store.cached_image(step.key)) is not None:
+            cached = self.store.cached_image(step.key)
+            if cached is not None and _portable(cached.layers, step.image.layers):
                 return step.image.with_(layers=cached.layers)
             pod = await self.pods.create(step.image, storage="disk", egress=step.egress)
             try:
@@ -214,6 +215,11 @@ class StoreBuilder(LayerBuilder):
 def empty_image(store: Store) -> Image:
     """Return an image without files; its layer is the same in every store."""
     return Image.of((store.add_layer(lambda target: None, key="empty"),), workdir="/")
+
+
+def _portable(layers: Sequence[Layer], below: Sequence[Layer]) -> bool:
+    """Return whether other hosts can have the layers above `below`; those of stores of earlier versions they cannot."""
+    return all(layer in below or is_content_id(layer.id) for layer in layers)
 
 
 def check_count(sources: int, into: bool, target: str, where: str) -> None:
