@@ -223,7 +223,7 @@ class SimulatedWorker:
     async def _sweep_loop(self) -> None:
         await asyncio.sleep(self.rng.uniform(0, SWEEP_S))
         while True:
-            await self.client.snapshots()
+            await self.client.needed_snapshots([f"{slot:032x}" for _, slot, _ in self.held] * 2)
             await asyncio.sleep(SWEEP_S)
 
     async def _sampler_loop(self) -> None:

@@ -66,9 +66,9 @@ class RolloutQueue(QueueReader):
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=NORMAL")
         if not self._scalar("SELECT COUNT(*) FROM sqlite_master"):
-            tables = f"{SCHEMA} {TRIGGERS} {INDEXES}"
-            self._db.executescript(f"BEGIN IMMEDIATE; {tables} PRAGMA user_version={VERSION}; COMMIT")
+            self._db.executescript(f"BEGIN IMMEDIATE; {SCHEMA} {TRIGGERS} PRAGMA user_version={VERSION}; COMMIT")
         self._check_version(path)
+        self._db.executescript(INDEXES)
         self._check_group_size()
 
     def _check_group_size(self) -> None:

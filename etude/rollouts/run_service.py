@@ -57,6 +57,7 @@ HEARTBEATS_PER_S = 200.0  # ... but of all workers together no more than this
 HEARTBEATS_PER_LEASE = 4  # ... and of each at least this
 COPY_S, STATUSES_PER_S = 2.0, 500.0  # between two copies of the statuses, longer if there are many
 RECONCILE_S = 1.0  # leases are long
+NEWS_S = 0.2  # between two times that all workers are told of samplers, which often change together
 NO_STEP = -1  # of the trainer, for evaluations: below every step, so that no rollout is too stale
 IDLE_S = 600  # seconds for which an idle connection is kept
 FILES = 65536  # open connections, where the system allows it
@@ -93,6 +94,8 @@ class RunService:
         self.files = RunFiles(layout)
         self.board = StatusBoard.restored(layout)
         self.work = Bell()  # rings when slots can be claimed
+        self.sampler_news = Bell()  # rings when samplers have changed, a moment later if they did just before
+        self._told = (self.board.sampler_changes, 0.0)  # changes when it rang last, and the time
         self.requests: Counter[str] = Counter()
         self.latency = Histogram(LATENCY_S)
 
@@ -168,10 +171,11 @@ class RunService:
             raise InputError(f"{kind} is not a report on a slot")
 
     async def snapshots(self, request: Request) -> Any:
-        """Return the pod snapshots from which a rollout may be resumed, or that a worker keeps ready."""
-        resumed = (str(each.get("snapshot")) for q in self.queues.values() for each in q.rollout_checkpoints())
-        prepared = (id for facts in self.board.statuses.values() for id in facts.get("prepared", ()))
-        return sorted({*resumed, *prepared})
+        """Return those of a worker's snapshots from which a rollout may be resumed, or that a worker keeps ready."""
+        given = {str(snapshot) for snapshot in (await read_json(request))["snapshots"]}
+        prepared = {id for facts in self.board.statuses.values() for id in facts.get("prepared", ())}
+        resumed = (queue.needed_snapshots(given) for queue in self.queues.values())
+        return sorted((prepared & given).union(*resumed))
 
     # ------------------------------------------------------------------------------------------ queues
 
@@ -208,12 +212,12 @@ class RunService:
         self.board.forget(request.path_params["name"])
 
     async def samplers(self, request: Request) -> Any:
-        """Return where the samplers are, once that differs from what the client has seen."""
+        """Return what is known of the samplers, once it differs from what the client has seen, or after a while."""
         seen, deadline = int(request.query_params["seen"]), time.monotonic() + LONG_POLL_S
 
         async def wait() -> None:
             while self.board.sampler_changes == seen and (left := deadline - time.monotonic()) > 0:
-                await self.board.changed.wait(left)
+                await self.sampler_news.wait(left)
 
         if self.board.sampler_changes == seen:
             await cancel_on_disconnect(request, wait())
@@ -269,7 +273,7 @@ class RunService:
             ("POST", "/status/{name}", self.report_status),
             ("DELETE", "/status/{name}", self.forget_status),
             ("GET", "/samplers", self.samplers),
-            ("GET", "/snapshots", self.snapshots),
+            ("POST", "/snapshots", self.snapshots),
             ("POST", "/workers/{name}/enlist", self.enlist),
             ("POST", "/workers/{name}/claim", self.claim),
             ("POST", "/workers/{name}/heartbeat", self.heartbeat),
@@ -304,9 +308,13 @@ class RunService:
             await asyncio.sleep(RECONCILE_S)
 
     def ring(self) -> None:
-        """Wake as many waiting workers as there are slots to claim."""
+        """Wake as many waiting workers as there are slots to claim, and all if samplers have changed."""
         if len(self.work):
             self.work.ring(sum(queue.claimable() for queue in self.queues.values()))
+        changes, now = self.board.sampler_changes, time.monotonic()
+        if changes != self._told[0] and now - self._told[1] >= NEWS_S:
+            self._told = changes, now
+            self.sampler_news.ring()
 
     def end(self) -> None:
         """Mark all services as ended: the run service ends last."""

@@ -391,8 +391,8 @@ class Worker:
         They belong to finished rollouts, or to workers killed before they recorded the checkpoint.
         """
         while True:
-            needed = await self.service.snapshots()
             existing = await self.fleet.snapshots()
+            needed = await self.service.needed_snapshots(existing)
             for id in (existing - needed) & self._unneeded:
                 await self.fleet.remove_snapshot(id)
             self._unneeded = existing - needed
@@ -462,7 +462,7 @@ def worker_config(layout: RunLayout, max_rollouts: int | None = None) -> WorkerC
         options=options,
         rewards=settings.rewards if isinstance(settings, RolloutSettings) else {"correctness": 1.0},
         seed=int(read_toml(layout.recipe).get("seed", 0)),
-        max_rollouts=max_rollouts or -(-settings.in_flight // settings.workers),
+        max_rollouts=max_rollouts or -(-settings.in_flight // max(1, settings.workers)),
     )
 
 
