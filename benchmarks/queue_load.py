@@ -196,7 +196,7 @@ class OtherProcesses:
         queue = self._queue(client)
         evaluations = QueueClient(client, "evaluation", load_queues(self.layout)["evaluation"])
         seen: Any = None
-        change, number, logged = 1 << 40, 0, self.step
+        served, change, number, logged = -1, 1 << 40, 0, self.step
         with suppress(ValueError):
             change = max(record.change for record in queue.changed_groups(0, 1 << 20))
         while not self.stopped.wait(TICK_S):
@@ -207,8 +207,9 @@ class OtherProcesses:
                 continue
             seen = now
             steps = [queue.step_of(version) for version in versions if version is not None]
-            if steps:
-                queue.set_served_step(min(steps))
+            if steps and min(steps) != served:
+                served = min(steps)
+                queue.set_served_step(served)
             fresh = queue.last_step() == self.step and bool(steps) and min(steps) >= self.step
             if wanted := queue.groups_to_start(fresh=fresh, steps_left=1000):
                 changed = queue.changed_groups(change)

@@ -57,6 +57,7 @@ HEARTBEATS_PER_S = 200.0  # ... but of all workers together no more than this
 HEARTBEATS_PER_LEASE = 4  # ... and of each at least this
 COPY_S, STATUSES_PER_S = 2.0, 500.0  # between two copies of the statuses, longer if there are many
 RECONCILE_S = 1.0  # leases are long
+PREPARED_S = 1.0  # for which the list of snapshots that workers keep ready is kept: their sweeps are a minute apart
 NEWS_S = 0.2  # between two times that all workers are told of samplers, which often change together
 NO_STEP = -1  # of the trainer, for evaluations: below every step, so that no rollout is too stale
 IDLE_S = 600  # seconds for which an idle connection is kept
@@ -95,6 +96,10 @@ class RunService:
         self.board = StatusBoard.restored(layout)
         self.work = Bell()  # rings when slots can be claimed
         self.sampler_news = Bell()  # rings when samplers have changed, a moment later if they did just before
+        self._prepared = (
+            float("-inf"),
+            frozenset[str](),
+        )  # when it was looked up, and snapshots that workers keep ready
         self._told = (self.board.sampler_changes, 0.0)  # changes when it rang last, and the time
         self.requests: Counter[str] = Counter()
         self.latency = Histogram(LATENCY_S)
@@ -172,10 +177,12 @@ class RunService:
 
     async def snapshots(self, request: Request) -> Any:
         """Return those of a worker's snapshots from which a rollout may be resumed, or that a worker keeps ready."""
-        given = {str(snapshot) for snapshot in (await read_json(request))["snapshots"]}
-        prepared = {id for facts in self.board.statuses.values() for id in facts.get("prepared", ())}
+        given, now = {str(snapshot) for snapshot in (await read_json(request))["snapshots"]}, time.monotonic()
+        if now - self._prepared[0] > PREPARED_S:
+            reported = (facts.get("prepared", ()) for facts in self.board.statuses.values())
+            self._prepared = now, frozenset(str(id) for ids in reported for id in ids)
         resumed = (queue.needed_snapshots(given) for queue in self.queues.values())
-        return sorted((prepared & given).union(*resumed))
+        return sorted((self._prepared[1] & given).union(*resumed))
 
     # ------------------------------------------------------------------------------------------ queues
 
