@@ -253,6 +253,10 @@ class RolloutQueue(QueueReader):
         self._report(slot, f"failures=failures+1, note=?, {REQUEUE}{resume}", (why,))
         self._drop_failed_groups()
 
+    def release_slot(self, slot: Slot, why: str) -> None:
+        """Requeue a slot that its worker cannot run, without counting a failure."""
+        self._report(slot, f"note=?, {REQUEUE}", (why,))
+
     def release(self, worker: str = "") -> int:
         """Requeue the slots of a worker (or of all) that has ended, without counting a failure; return how many."""
         claimed = CLAIMED_BY if worker else "lease > 0 AND ? = ''"

@@ -160,7 +160,7 @@ class RunService:
         return sum(queue.dismiss(name, wanted["session"]) for queue in self.queues.values())
 
     async def report(self, request: Request) -> Any:
-        """Apply a report on a claimed slot: note, checkpoint, finish or fail."""
+        """Apply a report on a claimed slot: note, checkpoint, finish, fail or release."""
         wanted, queue = await read_json(request), self._queue(request)
         slot = Slot(wanted["slot"], 0, wanted["task"], 0, wanted["attempt"], "")
         kind, facts = request.path_params["kind"], wanted["facts"]
@@ -172,6 +172,8 @@ class RunService:
             queue.finish(slot, facts["reward"], facts["trace"], (int(facts["versions"][0]), int(facts["versions"][1])))
         elif kind == "fail":
             queue.fail(slot, facts["why"], keep_resume=facts["keep_resume"])
+        elif kind == "release":
+            queue.release_slot(slot, facts["why"])
         else:
             raise InputError(f"{kind} is not a report on a slot")
 

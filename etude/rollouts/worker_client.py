@@ -69,7 +69,7 @@ class WorkerClient:
         return HeartbeatReply(**await self._in_thread(lambda: call(self._client, path, body)))
 
     async def report(self, queue: QueueName, slot: Slot, kind: str, **facts: Any) -> None:
-        """Report on a claimed slot (note, checkpoint, finish, fail); StaleClaim if the claim is no longer valid."""
+        """Report note, checkpoint, finish, fail or release of a claimed slot; StaleClaim if it is no longer claimed."""
         body = {"slot": slot.id, "task": slot.task, "attempt": slot.attempt, "facts": facts}
         await self._in_thread(lambda: call(self._client, f"/queues/{queue}/report/{kind}", body))
 
