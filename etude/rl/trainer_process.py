@@ -262,7 +262,7 @@ def open_objective(settings: RlSettings) -> PolicyGradient:
     if settings.objective != "policy_gradient":
         loss = partial(OBJECTIVES[settings.objective], **settings.objective_options)
     estimator = settings.estimator
-    return PolicyGradient(estimator.max_importance_ratio, estimator.plausibility, loss, settings.temperature)
+    return PolicyGradient(estimator.max_importance_ratio, estimator.plausibility, loss)
 
 
 def load_reference(
