@@ -53,19 +53,17 @@ def health_table(run: Path | str, now: float | None = None) -> Table:
     now = time.time() if now is None else now
     health = rl_health(run)
     table = Table(box=None, header_style="bold")
-    for column in ("service", "host", "version", "state", "last status", "load", "waiting for"):
-        table.add_column(column, overflow="fold", no_wrap=column not in ("load", "waiting for"))
+    for column in ("service", "state", "host", "version", "load", "waiting for"):
+        table.add_column(column, overflow="fold", no_wrap=column in ("service", "state"))
     for service in health.services:
-        table.add_row(
-            *map(escape, (service.name, service.host, service.version, service.state)),
-            f"{service.age_s:.0f} s ago",
-            *map(escape, (service.load, service.waiting_for)),
-        )
+        state = f"silent {service.age_s:.0f} s" if service.state == "silent" else service.state
+        found = (service.name, state, service.host, service.version, service.load, service.waiting_for)
+        table.add_row(*map(escape, found))
     for name, states in health.rollouts.items():
         counts = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
-        table.add_row(name, "", "", "rollouts", "", counts or "none")
+        table.add_row(name, "rollouts", "", "", "", counts or "none")
     if health.deaths:
         last = health.deaths[-1]
-        text = f"{len(health.deaths)}, the last: {last['name']} {last['why']}"
-        table.add_row("deaths", "", "", "", f"{now - last['time']:.0f} s ago", escape(text))
+        text = f"the last {now - last['time']:.0f} s ago: {last['name']} {last['why']}"
+        table.add_row("deaths", str(len(health.deaths)), "", "", "", escape(text))
     return table
