@@ -266,8 +266,14 @@ def test_the_health_table_shows_services_what_they_wait_for_and_silent_ones(
     statuses: dict[str, dict[str, Any]] = {
         "trainer": {"state": "waiting", "waiting_for": "groups: 1 [queued], 1 starting", "step": 3, "time": now},
         "sampler-0": {
-            **{"state": "ready", "host": "b", "etude": "0.9", "version": 4, "cpus": 0.5, "time": now},
-            **{"running": 2, "tokens_s": 31.5},
+            "state": "ready",
+            "host": "b",
+            "etude": "0.9",
+            "version": 4,
+            "cpus": 0.5,
+            "time": now,
+            "running": 2,
+            "tokens_s": 31.5,
         },
         "worker-0": {"state": "working", "rollouts": 1, "max_rollouts": 4, "time": now},
         "gone": {"state": "working", "time": now - 100},
