@@ -103,7 +103,9 @@ def documented_commands() -> list[list[str]]:
 
 def readme_commands(start: str) -> list[list[str]]:
     """Return the commands of README's own-repository path that begin with these words, without their comments."""
-    section = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Your own repository")[2].partition("\n## ")[0]
+    section = (
+        (ROOT / "README.md").read_text(encoding="utf-8").partition("## Your own repository")[2].partition("\n## ")[0]
+    )
     return [shlex.split(line, comments=True) for line in section.splitlines() if line.startswith(start)]
 
 

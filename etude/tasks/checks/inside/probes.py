@@ -185,9 +185,10 @@ def _only_checks(statement: ast.stmt) -> bool:
         return True
     if isinstance(statement, (ast.For, ast.If)):
         return all(map(_only_checks, [*statement.body, *statement.orelse]))
-    if isinstance(statement, (ast.With, ast.Expr)):
-        calls = [each.context_expr for each in statement.items] if isinstance(statement, ast.With) else [statement.value]
-        return all(isinstance(each, (ast.Call, ast.Constant)) and _is_check(each) for each in calls)
+    if isinstance(statement, ast.With):
+        return all(_is_check(each.context_expr) for each in statement.items)
+    if isinstance(statement, ast.Expr):
+        return _is_check(statement.value)
     if isinstance(statement, (ast.Assign, ast.AnnAssign)):
         targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
         parts = [part for target in targets for part in ast.walk(target)]
