@@ -253,8 +253,9 @@ def publish(loop: RlLoop) -> None:
 
 
 def publish_pending(loop: RlLoop) -> None:
-    """Publish weights that waited for an earlier upload, if this rank has finished it."""
+    """Publish weights that waited for an earlier upload, if this rank has finished it; raise its failure."""
     learner = loop.learner
+    learner.publisher.check()
     if learner.pending is not None and not learner.publisher.busy:
         learner.lead("publish", learner.pending)
 

@@ -11,7 +11,7 @@ with `--resume` continues from the queue, the trainer's newest checkpoint and th
 import json
 import os
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -106,7 +106,9 @@ def orchestrate(orchestrator: "Orchestrator", services: ServiceSupervisor) -> No
 
 
 @contextmanager
-def run_service(services: ServiceSupervisor, layout: RunLayout) -> Iterator[RunClient]:
+def run_service(
+    services: ServiceSupervisor, layout: RunLayout, open_client: Callable[..., RunClient] = RunClient.beside
+) -> Iterator[RunClient]:
     """Have the run service started first and stopped last; give a client that does not wait for it.
 
     What the orchestrator does not get done in one tick it does in the next.
@@ -117,7 +119,7 @@ def run_service(services: ServiceSupervisor, layout: RunLayout) -> Iterator[RunC
         say("etude: warning: the run service has no TLS: its token can be read on the network", file=sys.stderr)
     arguments = (str(layout.run), "--root", layout.service_root)
     services.add(ServiceSpec(RUN_SERVICE, "etude.rollouts.run_service", arguments))
-    with closing(RunClient.beside(layout, patience_s=0)) as client:
+    with closing(open_client(layout, patience_s=0)) as client:
         try:
             yield client
         finally:

@@ -149,7 +149,8 @@ class Worker:
         queue, but then the orchestrator restarts the worker.
         """
         await self.service.enlist()
-        loops = [self._claim_loop(), self._heartbeat_loop(await self._heartbeat()), self._sweep_loop()]
+        pause_s = await self._heartbeat()
+        loops = [self._claim_loop(), self._heartbeat_loop(pause_s), self._sweep_loop()]
         running = [asyncio.create_task(work) for work in (*loops, self._stop.wait())]
         prewarming = asyncio.create_task(self._prewarm())
         try:
