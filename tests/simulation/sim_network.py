@@ -31,6 +31,7 @@ class Network:
         self.slow: dict[str, float] = {}  # factor of the latency of a host
         self.loss = self.repeats = self.late = 0.0  # probabilities, for a request
         self.server: Server | None = None
+        self.connections = 0
 
     def reaches(self, one: Host, other: Host) -> bool:
         if one is other:
@@ -61,7 +62,7 @@ class Server:
 
     def __init__(self, network: Network, process: SimProcess, application: Any, loop: SimLoop) -> None:
         self.network, self.process, self.application, self.loop = network, process, application, loop
-        self.exchanges: set[Exchange] = set()
+        self.exchanges: dict[Exchange, None] = {}  # in order
         network.server = self
         process.on_end.append(self.end)
 
@@ -76,7 +77,7 @@ class Server:
     def handle(self, exchange: Exchange) -> None:
         """Handle a request that has arrived."""
         if self.process.alive:
-            self.exchanges.add(exchange)
+            self.exchanges[exchange] = None
             self.loop.call_soon_threadsafe(lambda: self.loop.create_task(self._run(exchange)))
 
     async def _run(self, exchange: Exchange) -> None:
@@ -102,14 +103,16 @@ class Server:
                 parts.append(message.get("body", b""))
 
         await self.application(exchange.scope, receive, send)
-        self.exchanges.discard(exchange)
+        self.exchanges.pop(exchange, None)
         exchange.answer((status, b"".join(parts)))
 
 
 class Exchange:
     """A request and what becomes of it."""
 
-    def __init__(self, network: Network, client: SimProcess, server: Server, scope: dict[str, Any], content: bytes | None):
+    def __init__(
+        self, network: Network, client: SimProcess, server: Server, scope: dict[str, Any], content: bytes | None
+    ):
         self.network, self.client, self.server, self.scope, self.content = network, client, server, scope, content
         self.response: tuple[int, bytes] | None = None
         self.reset = self.left = self.answered = False
@@ -129,7 +132,9 @@ class Exchange:
             delays[0] += network.rng.uniform(1.0, LATE_S)
         if network.happens(network.repeats):
             delays.append(network.rng.uniform(0.01, LATE_S))
-        if (not home and network.happens(network.loss)) or not network.reaches(self.client.host, self.server.process.host):
+        if (not home and network.happens(network.loss)) or not network.reaches(
+            self.client.host, self.server.process.host
+        ):
             delays = delays[1:]
         for delay in delays:
             simulation.later(delay, lambda: self.server.handle(self))
@@ -195,10 +200,15 @@ class SimConnection:
 
     def __init__(self, network: Network, process: SimProcess, port: int) -> None:
         self.network, self.process, self.port = network, process, port
+        network.connections += 1
+        self._number = network.connections
         self.sock: SimSocket | None = None
         self.timeout = 60.0
         self._server: Server | None = None
         self._exchange: Exchange | None = None
+
+    def __hash__(self) -> int:  # so that sets of connections have the same order in every run
+        return self._number
 
     def request(self, method: str, target: str, content: bytes | None, headers: dict[str, str]) -> None:
         if self.sock is None:
@@ -326,5 +336,3 @@ class SimStore(ObjectStore):
             clock.sleep(self.rng.uniform(0.1, AWAY_S))
             raise OSError(f"{self.url}: timed out")
         clock.sleep(network.latency(self.process.host, STORE) + size / self.bucket.rate)
-
-

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import json
 import random
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
@@ -26,19 +26,20 @@ import numpy as np
 import tomli_w
 import torch
 from sim_network import STORE, Bucket, Network, Server, SimStore, connect_from
-from sim_time import Host, Killed, SimLoop, SimProcess, Simulation, SimulationFailed, run_async
+from sim_time import Host, SimLoop, SimProcess, Simulation, SimulationFailed, run_async
 
 from etude.cluster.cluster import Cluster, Exit, Node, Resources, ServiceProcess, ServiceSpec
 from etude.cluster.settings import ClusterSettings
-from etude.cluster.supervisor import ServiceFailed, ServiceSupervisor
+from etude.cluster.supervisor import ServiceSupervisor
 from etude.errors import EtudeError
 from etude.files import take_lock, write_atomically
 from etude.harness.trace import Segment, Trace
 from etude.harness.trace_store import unpack_trace
+from etude.inference import sampler_process
 from etude.inference.sampler_process import Fetched, Sampler
 from etude.inference.service import WeightSwap
 from etude.rewards.live_weights import LiveWeights
-from etude.rl import orchestrator
+from etude.rl import loop, orchestrator
 from etude.rl.learner import Learner, StepOrder, StepOutcome
 from etude.rl.loop import finish_publishing, learn
 from etude.rl.orchestrator import Orchestrator, RlTaskSets, check_queues, orchestrate, run_service
@@ -52,9 +53,8 @@ from etude.rl.trainer_process import (
     resumed_loop,
     seal_draft,
 )
-from etude.rollouts.queue import IN_FLIGHT, RolloutQueue
+from etude.rollouts.queue import RolloutQueue
 from etude.rollouts.queue_client import QueueClient
-from etude.rollouts.queue_reader import IN_FLIGHT_STATES
 from etude.rollouts.rollout import RolloutFailed, RolloutOptions
 from etude.rollouts.run_queues import open_queues
 from etude.rollouts.run_service import RunService
@@ -164,16 +164,18 @@ class Update:
     traces: tuple[str, ...]
 
 
-def weights_of(updates: Sequence[int], steps: int) -> dict[str, torch.Tensor]:
-    """Return the weights that these updates make: the list of them, and tensors that any of them changes a little."""
-    history = torch.zeros(steps + 1, dtype=torch.float32)
-    history[: len(updates)] = torch.tensor(updates, dtype=torch.float32)
-    found = {"history": history}
+def apply_update(weights: Mapping[str, torch.Tensor], step: int, update: int) -> None:
+    """Change weights in place: `history` says which update was made by which step, the others change a little."""
+    weights["history"][step] = update
     for name in ("a", "b", "c"):
-        values = torch.zeros(24, dtype=torch.float32)
-        for step, update in enumerate(updates):
-            values[(update * 7 + ord(name) + step) % 24] += update
-        found[name] = values
+        weights[name][(update * 7 + ord(name) + step) % 24] += update
+
+
+def weights_of(updates: Sequence[int], steps: int) -> dict[str, torch.Tensor]:
+    """Return the weights that these updates make."""
+    found = {"history": torch.zeros(steps), **{name: torch.zeros(24) for name in ("a", "b", "c")}}
+    for step, update in enumerate(updates):
+        apply_update(found, step, update)
     return found
 
 
@@ -196,6 +198,7 @@ class SimLearner(Learner):
 
     def begin(self, run: SimulatedRun, process: SimProcess, updates: tuple[int, ...]) -> None:
         self.run, self.process, self.updates = run, process, updates
+        self.weights = weights_of(updates, run.plan.steps)
 
     def step(self, order: StepOrder) -> StepOutcome:
         run, started = self.run, self.process.clock.monotonic()
@@ -204,6 +207,7 @@ class SimLearner(Learner):
             run.check_staleness(name, self.load_trace(name), self.updates)
         self.process.clock.sleep(run.rng.uniform(0.2, 1.0))
         update = run.new_update(names)
+        apply_update(self.weights, len(self.updates), update)
         self.updates = (*self.updates, update)
         self.trainer.step_count += 1
         run.say(self.process, f"step {self.trainer.step_count} is update {update} of {', '.join(names)}")
@@ -217,7 +221,7 @@ class SimLearner(Learner):
         super().publish(number)
 
     def _published(self) -> dict[str, torch.Tensor]:
-        return weights_of(self.updates, self.run.plan.steps)
+        return self.weights  # which the next step changes in place
 
     def write(self) -> None:
         """Write a checkpoint."""
@@ -622,9 +626,19 @@ class SimulatedRun:
     def reward(self, group: int, number: int, attempt: int) -> dict[str, Any]:
         """Return the record of a rollout."""
         draw = random.Random(f"{self.plan.seed}/{group}")
-        total = 0.5 if draw.random() < self.plan.alike else random.Random(f"{self.plan.seed}/{group}/{number}/{attempt}").random()
-        return {"total": total, "parts": {"correctness": total}, "hack": "", "score": total, "solved": total > 0.5,
-                "cost": {"turns": 2}}
+        total = (
+            0.5
+            if draw.random() < self.plan.alike
+            else random.Random(f"{self.plan.seed}/{group}/{number}/{attempt}").random()
+        )
+        return {
+            "total": total,
+            "parts": {"correctness": total},
+            "hack": "",
+            "score": total,
+            "solved": total > 0.5,
+            "cost": {"turns": 2},
+        }
 
     # -------------------------------------------------------------------------------------- processes
 
@@ -720,6 +734,7 @@ class SimulatedRun:
         outside = SimProcess(self.simulation, "outside", Host("outside"))
         chaos = Chaos(self)
         try:
+
             def main() -> None:
                 self.simulation.spawn(SimProcess(self.simulation, "chaos", Host("chaos")), chaos.run, "faults")
                 self.main()
@@ -1014,3 +1029,23 @@ class Chaos:
             if now - since > DOWN_S:
                 world.simulation.fail(f"{name} has not run for {now - since:.0f} s")
 
+
+def quick(replace: Callable[[Any, str, Any], None]) -> None:
+    """Have the parts look less often than in a real run: most looks see nothing new."""
+    replace(loop, "POLL_S", 0.25)
+    replace(orchestrator, "TICK_S", 0.5)
+    replace(sampler_process, "say", lambda *text, **options: None)
+
+
+if __name__ == "__main__":
+    import sys
+    import tempfile
+
+    quick(setattr)
+    for seed in range(int(sys.argv[1]), int(sys.argv[-1]) + 1):
+        with tempfile.TemporaryDirectory() as found:
+            simulated = SimulatedRun(seed, Path(found))
+            try:
+                simulated.run()
+            finally:
+                print("\n".join([str(simulated.plan), *simulated.simulation.log]))

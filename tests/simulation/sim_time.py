@@ -18,7 +18,7 @@ import random
 import selectors
 import threading
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from etude.system.clock import Clock
 
@@ -38,10 +38,11 @@ class SimulationFailed(AssertionError):
 class Carrier:
     """A thread of the machine, which runs one simulated thread after the other."""
 
-    idle: list[Carrier] = []
+    idle: ClassVar[list[Carrier]] = []
 
     def __init__(self) -> None:
-        self.go, self.job = threading.Semaphore(0), lambda: None
+        self.go, self.job = threading.Lock(), lambda: None
+        self.go.acquire()
         threading.Thread(target=self._run, name="simulated", daemon=True).start()
 
     def _run(self) -> None:
@@ -123,7 +124,7 @@ class Simulation:
         self._events: list[tuple[float, float, int, SimThread | Callable[[], None], int]] = []
         self._number = itertools.count()
         self._threads: list[SimThread] = []
-        self._ended = threading.Semaphore(0)
+        self._ended = threading.Event()
 
     def say(self, where: str, what: str) -> None:
         self.log.append(f"{self.now:9.3f} {where}: {what}")
@@ -194,7 +195,7 @@ class Simulation:
         if me is None:
             Carrier.idle.append(carrier)
         if following is None:
-            self._ended.release()
+            self._ended.set()
         else:
             self.running = following
             following.carrier.go.release()
@@ -242,7 +243,7 @@ class Simulation:
         assert first is not None
         self.running = first
         first.carrier.go.release()
-        if not self._ended.acquire(timeout=HANG_S):
+        if not self._ended.wait(HANG_S):
             raise TimeoutError(f"at {self.now:.3f} s {self.running.process.name}/{self.running.name} waits for real")
         if self.problem is not None:
             raise self.problem
@@ -442,12 +443,12 @@ def run_async(clock: SimClock, main: Coroutine[Any, Any, T]) -> T:
     asyncio.set_event_loop(loop)
     try:
         result = loop.run_until_complete(main)
-        for task in asyncio.all_tasks(loop):
+        for task in sorted(asyncio.all_tasks(loop), key=lambda task: (len(task.get_name()), task.get_name())):
             task.cancel()
         loop.run_until_complete(asyncio.sleep(0))
         return result
     finally:
-        for task in asyncio.all_tasks(loop):
+        for task in sorted(asyncio.all_tasks(loop), key=lambda task: (len(task.get_name()), task.get_name())):
             task._log_destroy_pending = False  # type: ignore[attr-defined]
             coroutine = task.get_coro()
             for _ in range(50):  # through everything that would wait while it ends
