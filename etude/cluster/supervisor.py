@@ -8,7 +8,6 @@ if it belongs to that node, not again.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from typing import ClassVar, Protocol
 from etude.cluster.cluster import Cluster, Exit, Node, Resources, ServiceProcess, ServiceSpec
 from etude.errors import EtudeError, InputError
 from etude.runs.service_status import DRAINED, ServiceStatus
+from etude.system.clock import MACHINE_CLOCK, Clock
 
 SILENCE_S = 120.0  # a process without a status for so long is killed; loading torch alone may take 30 s
 DEATH_WINDOW_S = 300.0  # seconds after which a death no longer counts
@@ -99,7 +99,7 @@ class ServiceSupervisor:
         logs: Path,
         statuses: Statuses,
         on_death: Callable[[str, str], None] = lambda name, reason: None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = MACHINE_CLOCK,
     ) -> None:
         self.cluster, self.logs, self.statuses, self.on_death, self.clock = cluster, logs, statuses, on_death, clock
         self.services: dict[str, Service] = {}
@@ -139,7 +139,7 @@ class ServiceSupervisor:
             elif service.retiring:
                 self.statuses.forget(service.name)
                 del self.services[service.name]
-            elif self.clock() >= service.restart_at:
+            elif self.clock.monotonic() >= service.restart_at:
                 self._start(service)
 
     def stop(self, *names: str) -> None:
@@ -148,9 +148,9 @@ class ServiceSupervisor:
         processes = [process for service in stopped for process in service.processes]
         for process in processes:
             process.terminate()
-        deadline = time.monotonic() + STOP_S
-        while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
-            time.sleep(POLL_S)
+        deadline = self.clock.monotonic() + STOP_S
+        while any(process.poll() is None for process in processes) and self.clock.monotonic() < deadline:
+            self.clock.sleep(POLL_S)
             self.cluster.update()
         for service in stopped:
             self._end_processes(service)
@@ -196,7 +196,7 @@ class ServiceSupervisor:
 
     def _watch(self, service: Service) -> None:
         """Look at the processes of a service: finished, dead or silent."""
-        spec, now = service.spec, self.clock()
+        spec, now = service.spec, self.clock.monotonic()
         exits = {rank: ended for rank, process in enumerate(service.processes) if (ended := process.poll())}
         failed = {rank: ended for rank, ended in exits.items() if not (ended.code == 0 and spec.finishes)}
         if failed:
@@ -219,7 +219,7 @@ class ServiceSupervisor:
 
     def _on_process_death(self, service: Service, rank: int, ended: Exit) -> None:
         """End what is left of a service, and say when it is started again; ServiceFailed if that would not help."""
-        spec, now = service.spec, self.clock()
+        spec, now = service.spec, self.clock.monotonic()
         self._end_processes(service)
         if ended.code == 0 and self._was_drained(service):
             service.restart_at = now
