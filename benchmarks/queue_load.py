@@ -101,7 +101,13 @@ def make_run(directory: Path, sizes: Sizes, finished: int) -> RunLayout:
     in_flight = sizes.workers * sizes.rollouts
     groups = max(1, in_flight // GROUP // 4)  # a step has a quarter of what is in flight
     table = {"tasks": "none", "steps": 10**6, "group_size": GROUP, "groups_per_step": groups, "in_flight": in_flight}
-    table |= {"max_staleness": 8, "prefetch_steps": 5.0, "model": str(directory / "none"), "stall_s": 3600.0}
+    table |= {
+        "workers": sizes.workers,
+        "max_staleness": 8,
+        "prefetch_steps": 5.0,
+        "model": str(directory / "none"),
+        "stall_s": 3600.0,
+    }
     layout = RunLayout(directory / "run")
     layout.make()
     write_atomically(layout.recipe, tomli_w.dumps({"name": "load", "stages": ["rl"], "rl": table}))

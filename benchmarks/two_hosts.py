@@ -183,7 +183,7 @@ class TwoHosts:
             command = [sys.executable, "-m", "etude.rollouts.worker", "--service", address.url, "--name", name]
             hide = f'mount -t tmpfs none "{self.directory}/here" && exec "$@"'
             private = ["unshare", "--mount", "--propagation", "private", "sh", "-c", hide, "sh"]
-            command = [*self.network.prefix("workers"), *private, *command, "--max-rollouts", "6"]
+            command = [*self.network.prefix("workers"), *private, *command]
             cache = str(self.directory / "there")
             environment = {**self.environment, "XDG_CACHE_HOME": cache, "ETUDE_RUN_TOKEN": run_token(self.layout)}
         with open(self.directory / f"{name}.log", "ab") as log:
