@@ -116,13 +116,17 @@ class RunService:
         return sum(queue.enlist(name, wanted["session"]) for queue in self.queues.values())
 
     async def drain(self, request: Request) -> Any:
-        """Have a worker claim no more slots, finish its rollouts and end. Its next process is not concerned."""
+        """Have a worker claim no more slots, finish its rollouts and end; return whether there is such a worker.
+
+        Its next process is not concerned.
+        """
         name = request.path_params["name"]
         status = self.board.statuses.get(name, {})
         if status.get("kind") != WORKER:
-            raise InputError(f"this run has no worker {name!r}")
+            return False
         self.draining[name] = status["session"]
         self.work.ring()
+        return True
 
     async def claim(self, request: Request) -> Any:
         """Claim slots, evaluations first; if there are none, wait for some."""
