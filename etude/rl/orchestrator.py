@@ -11,8 +11,7 @@ with `--resume` continues from the queue, the trainer's newest checkpoint and th
 import json
 import os
 import sys
-import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,17 +33,20 @@ from etude.rl.settings import RlSettings
 from etude.rl.sibling_process import read_siblings
 from etude.rl.starting_model import copy_checkpoint, make_starting_model
 from etude.rl.trainer_process import checkpoints, intact_checkpoints
+from etude.rollouts.live_settings import LiveSettings, differing, record_changes
 from etude.rollouts.queue import RolloutQueue
 from etude.rollouts.queue_client import AnyQueue, QueueClient
 from etude.rollouts.queue_reader import IN_FLIGHT_STATES
 from etude.rollouts.queue_records import QueueState
 from etude.rollouts.run_queues import open_queues
 from etude.rollouts.settings import EvaluationSettings, load_queues
+from etude.rollouts.worker_client import drain_worker
 from etude.runs.address import choose_address
 from etude.runs.client import RunClient, RunServiceUnavailable
 from etude.runs.layout import RunLayout
 from etude.runs.run import Parent, Run
-from etude.runs.service_status import RUN_SERVICE, StatusReader
+from etude.runs.service_status import ORCHESTRATOR, RUN_SERVICE, StatusReader
+from etude.system.clock import MACHINE_CLOCK, Clock
 from etude.system.progress import ProgressCallback
 from etude.system.terminal import say
 from etude.tasks.harbor import find_tasks, read_task
@@ -85,14 +87,8 @@ def run_rl(
             run, settings, layout, queue, evaluations, statuses, tasks, seed, report, evaluation
         )
         services.on_death = orchestrator.on_process_death
-        add_rl_services(services, layout, settings, cluster, client.url)
-        finished = orchestrator.is_finished(services)
-        while not finished:
-            services.tick()
-            with suppress(RunServiceUnavailable):  # it is starting
-                orchestrator.tick(services)
-                finished = orchestrator.is_finished(services)
-            time.sleep(TICK_S)
+        add_rl_services(services, layout, orchestrator.live.settings, cluster, client.url)
+        orchestrate(orchestrator, services)
     with (
         closing(RolloutQueue.open_read_only(layout.slots)) as ended,
         closing(RolloutQueue.open_read_only(layout.evaluations)) as ended_evaluations,
@@ -100,8 +96,21 @@ def run_rl(
         return orchestrator.finish(ended, ended_evaluations)
 
 
+def orchestrate(orchestrator: "Orchestrator", services: ServiceSupervisor) -> None:
+    """Keep the services alive and the queue filled until the run has finished."""
+    finished = orchestrator.is_finished(services)
+    while not finished:
+        services.tick()
+        with suppress(RunServiceUnavailable):  # it is starting
+            orchestrator.tick(services)
+            finished = orchestrator.is_finished(services)
+        orchestrator.clock.sleep(TICK_S)
+
+
 @contextmanager
-def run_service(services: ServiceSupervisor, layout: RunLayout) -> Iterator[RunClient]:
+def run_service(
+    services: ServiceSupervisor, layout: RunLayout, open_client: Callable[..., RunClient] = RunClient.beside
+) -> Iterator[RunClient]:
     """Have the run service started first and stopped last; give a client that does not wait for it.
 
     What the orchestrator does not get done in one tick it does in the next.
@@ -112,7 +121,7 @@ def run_service(services: ServiceSupervisor, layout: RunLayout) -> Iterator[RunC
         say("etude: warning: the run service has no TLS: its token can be read on the network", file=sys.stderr)
     arguments = (str(layout.run), "--root", layout.service_root)
     services.add(ServiceSpec(RUN_SERVICE, "etude.rollouts.run_service", arguments))
-    with closing(RunClient.beside(layout, patience_s=0)) as client:
+    with closing(open_client(layout, patience_s=0)) as client:
         try:
             yield client
         finally:
@@ -219,7 +228,7 @@ class Orchestrator:
     """The work of every tick, and the state kept between ticks."""
 
     run: Run
-    settings: RlSettings
+    settings: RlSettings  # of the recipe
     layout: RunLayout
     queue: AnyQueue
     evaluations: AnyQueue
@@ -228,6 +237,8 @@ class Orchestrator:
     seed: int
     report: ProgressCallback
     evaluation: EvaluationSettings | None = None  # RL looks at its validation set only
+    clock: Clock = MACHINE_CLOCK
+    live: LiveSettings[RlSettings] = field(init=False)  # the settings in force
     logged_steps: int = field(init=False)  # steps whose facts are in the metrics
     logged_evaluations: set[int] = field(init=False)  # steps whose evaluation is in the metrics
     process_deaths: list[str] = field(init=False, default_factory=list)
@@ -242,8 +253,9 @@ class Orchestrator:
     reported_at: float = field(init=False, default=0.0)
 
     def __post_init__(self) -> None:
+        self.live = LiveSettings(self.layout, RlSettings)
         kinds = {name: kind_of(task) for name, task in self.tasks.train.items()}
-        self.curriculum = Curriculum(kinds, self.seed, self.settings.curriculum)
+        self.curriculum = Curriculum(kinds, self.seed, self.live.settings.curriculum)
         records = self.run.metrics("rl")
         self.logged_evaluations = {record["step"] for record in records if record.get("evaluation")}
         self.step_records = {record["step"]: record for record in records if not record.get("evaluation")}
@@ -265,11 +277,12 @@ class Orchestrator:
         """Do what is to be done; nothing, beside reporting, if nothing has changed since the last tick."""
         step, self.unplaced = self.step, services.unplaced()
         self.release_slots()
+        self.apply_changes(services, step)
         state, evaluated = self.queue.state(), self.evaluations.state()
         seen = (step, state.changes, evaluated.changes, self.sampler_versions())
         if seen != self.seen:
             if "began" not in self.run.facts("rl") and self.samplers_have(0):
-                self.run.save_facts("rl", began=time.time())  # the time before was spent loading models
+                self.run.save_facts("rl", began=self.clock.time())  # the time before was spent loading models
             self.start_due_evaluation(step)
             self.update_served_step()
             self.start_groups(step)
@@ -279,6 +292,25 @@ class Orchestrator:
             self.seen = seen
         self.add_siblings()
         self.report_status(step, services, state, evaluated)
+
+    def apply_changes(self, services: ServiceSupervisor, step: int) -> None:
+        """Apply what was changed in the settings since the last tick, and record it with the next policy step.
+
+        The trainer records reward weights, with the step whose groups it scores with them.
+        """
+        before, now = self.live.settings, self.live.current()
+        changed = {key: each for key, each in differing(before, now).items() if key != "rewards"}
+        if "curriculum" in changed:
+            self.curriculum.change(now.curriculum)
+            self.layout.exhausted.unlink(missing_ok=True)
+        if "workers" in changed:
+            services.set_per_node(WORKER, now.workers)
+        if changed:
+            record_changes(self.layout, step + 1, changed)
+            self.seen = None
+        for name in services.retiring():
+            if self.statuses.get(name) is not None and isinstance(self.queue, QueueClient):
+                drain_worker(self.queue.client, name)
 
     def update_served_step(self) -> None:
         """Record in the queue the oldest policy step whose weights a sampler still serves."""
@@ -421,11 +453,12 @@ class Orchestrator:
         elif evaluating := self.evaluation_progress(evaluated):
             note = f"{evaluating}  {note}"
         self.report(step, self.settings.steps, note)
-        if time.monotonic() - self.reported_at > STATUS_S:
-            self.reported_at = time.monotonic()
+        if self.clock.monotonic() - self.reported_at > STATUS_S:
+            self.reported_at = self.clock.monotonic()
             waiting = f"resources: {lacking}" if (lacking := services.waiting_for()) else ""
-            facts = {"counts": counts, "deaths": services.restarts(), "cluster": services.cluster.name}
-            self.statuses.report("orchestrator", step=step, waiting_for=waiting, **facts)
+            facts: Facts = {"counts": counts, "deaths": services.restarts(), "cluster": services.cluster.name}
+            facts |= {"workers": services.count(WORKER), "problem": self.live.problem}
+            self.statuses.report(ORCHESTRATOR, step=step, waiting_for=waiting, **facts)
 
     def evaluation_progress(self, evaluated: QueueState) -> str:
         """Describe the progress of a running evaluation; "" if there is none."""
@@ -439,7 +472,7 @@ class Orchestrator:
         """Record the death."""
         self.process_deaths.append(f"{name} {reason}")
         with open(self.layout.logs / "deaths.jsonl", "a", encoding="utf-8") as log:
-            log.write(json.dumps({"time": time.time(), "name": name, "why": reason}) + "\n")
+            log.write(json.dumps({"time": self.clock.time(), "name": name, "why": reason}) + "\n")
         if name.startswith(WORKER):
             self.dead_workers.append(name)
 

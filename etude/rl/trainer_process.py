@@ -12,9 +12,8 @@ import json
 import os
 import shutil
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -39,7 +38,6 @@ from etude.model.peft import load_beside, relative_base
 from etude.model.trainer_parts import check_expert_ranks
 from etude.model.transformer import Transformer, compile_blocks, compile_forwards
 from etude.parallel.led import led
-from etude.rewards.live_weights import LiveWeights
 from etude.rl.best_checkpoint import kept_steps, read_scores
 from etude.rl.imitation import demonstration_steps, open_mixture
 from etude.rl.learner import Learner
@@ -47,6 +45,7 @@ from etude.rl.loop import RlLoop, finish_publishing, learn, publish
 from etude.rl.objective import PolicyGradient
 from etude.rl.services import TRAINER
 from etude.rl.settings import OBJECTIVES, RlSettings, open_rl_run
+from etude.rollouts.live_settings import LiveSettings, differing, record_changes
 from etude.rollouts.queue_client import AnyQueue, QueueClient
 from etude.rollouts.settings import load_evaluation, load_queues
 from etude.rollouts.stored_traces import StoredTraces
@@ -89,7 +88,8 @@ def main() -> None:
 def lead(layout: RunLayout, settings: RlSettings) -> None:
     """Run the learning loop to its end, with all ranks."""
     with (
-        reporting_status(layout) as report_status,
+        closing(StatusReader(layout)) as statuses,
+        reporting_status(statuses) as report_status,
         joined_mesh(settings) as mesh,
         open_loop(layout, settings, mesh) as loop,
     ):
@@ -120,39 +120,46 @@ def joined_mesh(settings: RlSettings) -> Iterator[TrainingMesh | None]:
 @contextmanager
 def open_loop(layout: RunLayout, settings: RlSettings, mesh: TrainingMesh | None = None) -> Iterator[RlLoop]:
     """Give the learning loop, restored from the newest intact checkpoint, with its weights being published."""
-    with open_learner(layout, settings, mesh) as learner:
-        trainer = learner.trainer
-        client = RunClient.beside(layout, on_problem=say_problem)
-        client.connect()
-        queues = {name: QueueClient(client, name, found) for name, found in load_queues(layout).items()}
-        queue, evaluations, every = queues["training"], None, 0
-        if evaluation := load_evaluation(layout):
-            every, evaluations = evaluation.every, queues["evaluation"]
-        # Before the queues are rewound: ready groups must not look stale to the orchestrator.
-        remove_later_steps(layout, trainer.step_count)
-        queue.rewind(trainer.step_count)
-        if evaluations is not None:
-            held_out.rewind(evaluations, trainer.step_count)
-        try:
-            stored = latest(learner.publisher.store)
-        except OSError:  # away: the queue knows the numbers too
-            stored = None
-        loop = RlLoop(
-            layout,
-            settings,
-            learner,
-            queue,
-            evaluations,
-            max(queue.newest_version(), -1 if stored is None else stored),
-            seed=run_seed(layout),
-            reward_weights=LiveWeights(layout.run, settings.rewards).at,
-            validate_every=every,
-            blocked_by=evaluation_blocker(evaluations, partial(blocking_evaluation, settings, every, trainer)),
-            record_step=partial(record_step, layout),
-        )
-        publish(loop)
-        with closing(client):
-            yield loop
+    with (
+        open_learner(layout, settings, mesh) as learner,
+        closing(RunClient.beside(layout, on_problem=say_problem)) as client,
+    ):
+        yield resumed_loop(layout, settings, learner, client)
+
+
+def resumed_loop(layout: RunLayout, settings: RlSettings, learner: Learner, client: RunClient) -> RlLoop:
+    """Return the loop that continues with a learner; the queues go back to its step, and its weights are published."""
+    client.connect()
+    queues = {name: QueueClient(client, name, found) for name, found in load_queues(layout).items()}
+    queue, evaluations, every = queues["training"], None, 0
+    if evaluation := load_evaluation(layout):
+        every, evaluations = evaluation.every, queues["evaluation"]
+    trainer = learner.trainer
+    # Before the queues are rewound: ready groups must not look stale to the orchestrator.
+    remove_later_steps(layout, trainer.step_count)
+    queue.rewind(trainer.step_count)
+    if evaluations is not None:
+        held_out.rewind(evaluations, trainer.step_count)
+    try:
+        stored = latest(learner.publisher.store)
+    except OSError:  # away: the queue knows the numbers too
+        stored = None
+    loop = RlLoop(
+        layout,
+        settings,
+        learner,
+        queue,
+        evaluations,
+        max(queue.newest_version(), -1 if stored is None else stored),
+        seed=run_seed(layout),
+        reward_weights=live_rewards(LiveSettings(layout, RlSettings)),
+        validate_every=every,
+        blocked_by=evaluation_blocker(evaluations, partial(blocking_evaluation, settings, every, trainer)),
+        record_step=partial(record_step, layout),
+        clock=client.clock,
+    )
+    publish(loop)
+    return loop
 
 
 @contextmanager
@@ -160,7 +167,8 @@ def open_learner(layout: RunLayout, settings: RlSettings, mesh: TrainingMesh | N
     """Give this rank of the trainer, restored from the newest intact checkpoint."""
     trainer = open_trainer(layout, settings, mesh)
     tokenizer, weights = Tokenizer.load(layout.model), settings.weights
-    evaluation = load_evaluation(layout)
+    evaluation, live = load_evaluation(layout), LiveSettings(layout, RlSettings)
+    every = evaluation.every if evaluation else 0
     with Publisher(
         ObjectStore(layout.store),
         full_every=weights.full_every,
@@ -177,8 +185,20 @@ def open_learner(layout: RunLayout, settings: RlSettings, mesh: TrainingMesh | N
             tokenizer.end_of_text,
             load_trace=trace_loader(layout),
             demonstrations=open_demonstrations(layout, settings, trainer, tokenizer.end_of_text),
-            save=lambda: write_checkpoint(layout, trainer, tokenizer, settings, evaluation.every if evaluation else 0),
+            save=lambda: write_checkpoint(layout, trainer, tokenizer, live.current(), every),
         )
+
+
+def live_rewards(live: LiveSettings[RlSettings]) -> Callable[[int], Mapping[str, float]]:
+    """Return a function that gives the reward weights of a policy step, and records a change with the step."""
+
+    def at(step: int) -> Mapping[str, float]:
+        before = live.settings
+        changed = {key: each for key, each in differing(before, live.current()).items() if key == "rewards"}
+        record_changes(live.layout, step, changed)
+        return live.settings.rewards
+
+    return at
 
 
 def trace_loader(layout: RunLayout) -> Callable[[str], Trace]:
@@ -262,7 +282,7 @@ def open_objective(settings: RlSettings) -> PolicyGradient:
     if settings.objective != "policy_gradient":
         loss = partial(OBJECTIVES[settings.objective], **settings.objective_options)
     estimator = settings.estimator
-    return PolicyGradient(estimator.max_importance_ratio, estimator.plausibility, loss, settings.temperature)
+    return PolicyGradient(estimator.max_importance_ratio, estimator.plausibility, loss)
 
 
 def load_reference(
@@ -330,11 +350,10 @@ def evaluation_blocker(evaluations: AnyQueue | None, due: Callable[[], int]) -> 
 
 
 @contextmanager
-def reporting_status(layout: RunLayout) -> Iterator[Callable[..., None]]:
+def reporting_status(statuses: StatusReader) -> Iterator[Callable[..., None]]:
     """Report the trainer's status every second, also during a long step."""
     facts: dict[str, Any] = {"state": "starting"}
-    ended = threading.Event()
-    statuses = StatusReader(layout)
+    ended = statuses.clock.event()
 
     def update(**changes: Any) -> None:
         facts.update({"waiting_for": "", **changes})
@@ -345,8 +364,7 @@ def reporting_status(layout: RunLayout) -> Iterator[Callable[..., None]]:
             if ended.wait(STATUS_S):
                 return
 
-    thread = threading.Thread(target=report, name="status", daemon=True)
-    thread.start()
+    thread = statuses.clock.start_thread(report, "status")
     try:
         yield update
     finally:
@@ -354,7 +372,6 @@ def reporting_status(layout: RunLayout) -> Iterator[Callable[..., None]]:
         ended.set()
         thread.join()
         statuses.report(TRAINER, **facts)
-        statuses.close()
 
 
 # ------------------------------------------------------------------------------------------ checkpoints
@@ -407,9 +424,19 @@ def write_checkpoint(
         (draft / PROFILE_FILE).write_text(profile.to_json(), encoding="utf-8")
         if layers := mtp_file(layout.model):  # MTP layers are not trained here, only carried along
             shutil.copy(layers, training_file(draft, MTP_FILE))
-        (draft / STATE_FILE).write_text(json.dumps({"step": step, "digest": _digest(draft)}))
+        seal_draft(draft, step)
     except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a full disk
         raise EtudeError(f"{draft}: the checkpoint cannot be written: {error}") from error
+    commit_checkpoint(layout, draft, step, settings, validate_every)
+
+
+def seal_draft(draft: Path, step: int) -> None:
+    """Write what shows that a checkpoint is intact: its step, and a digest of its other files."""
+    (draft / STATE_FILE).write_text(json.dumps({"step": step, "digest": _digest(draft)}))
+
+
+def commit_checkpoint(layout: RunLayout, draft: Path, step: int, settings: RlSettings, validate_every: int) -> None:
+    """Give a complete checkpoint its name, and delete old ones."""
     final = layout.trainer / f"{step:06d}"
     commit_directory(draft, final)
     found = dict(checkpoints(layout))

@@ -7,6 +7,7 @@ then, and when it ends.
 import contextlib
 import json
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,9 +15,20 @@ from etude.errors import EtudeError
 from etude.files import write_atomically
 from etude.runs.client import RunClient
 from etude.runs.layout import RunLayout
+from etude.system.clock import MACHINE_CLOCK, Clock
 
-SAMPLER = "sampler"  # the `kind` in the status of a sampler
-RUN_SERVICE = "run-service"  # name of the run service among the services
+SAMPLER, WORKER = "sampler", "worker"  # the `kind` in the status of a sampler, and of a worker
+RUN_SERVICE, ORCHESTRATOR = "run-service", "orchestrator"  # names among the services
+DRAINED = "drained"  # last state of a worker that was asked to end
+SILENT_S = 10.0  # services report every second or two; a busy machine is late
+LOADS = {  # further figures, as they are shown
+    "step": "step {}",
+    "running": "{} sequences",
+    "waiting": "{} waiting",
+    "tokens_s": "{:,.0f} tokens/s",
+    "requests": "{:,} requests",
+    "siblings": "{} siblings",
+}
 FRESH_S = 0.5  # a status read so recently is not read again
 ANSWER_S = 2.0  # for the run service to answer a reader
 
@@ -33,18 +45,58 @@ class ServiceStatus:
         return str(self.facts.get("state", ""))
 
 
+@dataclass(frozen=True)
+class ServiceView:
+    """What people see of a service, in the terminal and in the viewer."""
+
+    name: str
+    host: str
+    version: str  # of Etude, and of the weights that it has
+    state: str  # as it reported, or silent
+    load: str
+    waiting_for: str  # or its problem
+    age_s: float  # of its last status
+
+    @classmethod
+    def of(cls, name: str, status: ServiceStatus) -> "ServiceView":
+        """Return what a status says."""
+        facts = status.facts
+        silent = status.age_s > SILENT_S and status.state not in ("ended", DRAINED)
+        version = [str(facts[key]) for key in ("etude",) if facts.get(key)]
+        version += [f"weights {facts['version']}"] if isinstance(facts.get("version"), int) else []
+        waiting = str(facts.get("waiting_for") or facts.get("problem") or "")
+        host, state = str(facts.get("host", "")), "silent" if silent else status.state
+        return cls(name, host, ", ".join(version), state, _load(facts), waiting, status.age_s)
+
+
+def _load(facts: Mapping[str, Any]) -> str:
+    """Return the figures of a service that say how busy it is."""
+    found = [f"{facts['cpus']:.2f} CPUs"] if "cpus" in facts else []
+    if "max_rollouts" in facts:
+        found.append(f"{facts['rollouts']} of {facts['max_rollouts']} rollouts")
+    for key, text in LOADS.items():
+        if isinstance(facts.get(key), int | float):
+            found.append(text.format(facts[key]))
+    return ", ".join(found)
+
+
 class StatusReader:
     """Reads the statuses of a run. While the run service does not answer, no status but its own grows older."""
 
-    def __init__(self, layout: RunLayout) -> None:
-        self.layout = layout
+    def __init__(
+        self,
+        layout: RunLayout,
+        open_client: Callable[..., RunClient] = RunClient.beside,
+        clock: Clock = MACHINE_CLOCK,
+    ) -> None:
+        self.layout, self.clock, self._open_client = layout, clock, open_client
         self._client: RunClient | None = None
         self._found: dict[str, ServiceStatus] = {}
-        self._read_at, self._answered_at = float("-inf"), time.monotonic()
+        self._read_at, self._answered_at = float("-inf"), clock.monotonic()
 
     def all(self, *, fresh: bool = False) -> dict[str, ServiceStatus]:
         """Return the statuses by name, at most half a second old unless they must be `fresh`."""
-        now = time.monotonic()
+        now = self.clock.monotonic()
         if fresh or now - self._read_at > FRESH_S:
             self._read_at = now
             self._read(now)
@@ -72,7 +124,7 @@ class StatusReader:
 
     def _open(self) -> RunClient:
         if self._client is None:
-            client = RunClient.beside(self.layout, patience_s=0, timeout_s=ANSWER_S)
+            client = self._open_client(self.layout, patience_s=0, timeout_s=ANSWER_S)
             try:
                 client.check_beside(self.layout)
             except EtudeError:
