@@ -412,7 +412,8 @@ def step_on(rollout: Rollout, settings: RlSettings, model: StageModel) -> float:
     trainer = Trainer(fit_adapters(network, settings.lora, 0), adam_settings(settings))
     segments = [segment for segment in rollout.trace.segments if segment.sampled.any()]
     ones = [np.ones(int(segment.sampled.sum()), np.float32) for segment in segments]
-    sequences = [TrainingSequence(segment, part) for segment, part in zip(segments, ones, strict=True)]
+    temperature = settings.temperature
+    sequences = [TrainingSequence(segment, part, temperature) for segment, part in zip(segments, ones, strict=True)]
     padding = model.tokenizer.end_of_text
     batches = pack(sequences, trainer.model.config, length=settings.length, rows=settings.rows, padding=padding)
     started = time.perf_counter()

@@ -22,7 +22,7 @@ from etude.model.adapters import published_views
 from etude.model.layout import adapter_pieces, checkpoint_pieces
 from etude.model.transformer import Transformer
 from etude.rl.advantages import KL_FORMS, EstimatorSettings, kl_penalties, token_advantages
-from etude.rl.objective import PolicyGradient, RolloutBatch
+from etude.rl.objective import PolicyGradient, RolloutBatch, tempered
 from etude.rl.packing import PackingPlan, TrainingSequence, pack_planned, plan_packing
 from etude.rl.settings import RlSettings
 from etude.train.objectives import next_token
@@ -119,8 +119,13 @@ class Learner:
         """
 
         @cache
+        def load(index: int) -> tuple[list[Segment], float]:
+            trace = self.load_trace(rollouts[index][0])
+            temperature = float(trace.facts.get("temperature", self.settings.temperature))
+            return trained_segments(trace, self.settings.estimator), temperature
+
         def segments(index: int) -> list[Segment]:
-            return trained_segments(self.load_trace(rollouts[index][0]), self.settings.estimator)
+            return load(index)[0]
 
         sizes = self._sizes(len(rollouts), segments)
         places = [(rollout, number) for rollout, each in enumerate(sizes) for number in range(len(each))]
@@ -129,7 +134,10 @@ class Learner:
             rank, ranks = self.mesh.data_rank, self.mesh.settings.data_ranks
         lengths = [sizes[rollout][number][0] for rollout, number in places]
         plan = plan_packing(lengths, config, length=self.settings.length, ranks=ranks)
-        own = {index: segments(places[index][0])[places[index][1]] for row in plan.rows[rank] for index in row}
+        own = {}
+        for index in (index for row in plan.rows[rank] for index in row):
+            rollout, number = places[index]
+            own[index] = segments(rollout)[number], load(rollout)[1]
         sampled = [sizes[rollout][number][1] for rollout, number in places]
         reference = self._reference_logprobs(plan, own, sampled, rank) if self.reference is not None else None
         first = {rollout: index for index, (rollout, number) in enumerate(places) if number == 0}
@@ -138,7 +146,8 @@ class Learner:
         def sequences(rollout: int) -> list[TrainingSequence]:
             at, count = first[rollout], len(sizes[rollout])
             chain = np.concatenate(reference[at : at + count]) if reference is not None else None
-            return training_sequences(segments(rollout), rollouts[rollout][1], self.settings.estimator, chain)
+            trained, temperature = load(rollout)
+            return training_sequences(trained, rollouts[rollout][1], self.settings.estimator, chain, temperature)
 
         trained = {index: sequences(places[index][0])[places[index][1]] for index in own}
         return self._batches(plan, trained, rank), plan
@@ -159,28 +168,28 @@ class Learner:
 
     @torch.no_grad()
     def _reference_logprobs(
-        self, plan: PackingPlan, own: Mapping[int, Segment], sampled: Sequence[int], rank: int
+        self, plan: PackingPlan, own: Mapping[int, tuple[Segment, float]], sampled: Sequence[int], rank: int
     ) -> list[Array]:
-        """Return the reference policy's log-probabilities of the sampled tokens of all sequences, at the temperature.
-
-        Each rank computes those of its rows.
+        """Return the reference policy's log-probabilities of the sampled tokens of all sequences, at the temperature
+        of each. Each rank computes those of its rows, which `own` has with their temperatures.
         """
         assert self.reference is not None
         ends = np.cumsum(sampled)
         sequences = {}
-        for index, segment in own.items():
+        for index, (segment, temperature) in own.items():
             # The "version" of a token is its index here, so that results can be put in order after packing.
             numbers = np.full(len(segment), NO_VERSION, np.int32)
             numbers[segment.sampled] = np.arange(ends[index] - sampled[index], ends[index])
             numbered = replace(segment, versions=numbers, routing=None)
-            sequences[index] = TrainingSequence(numbered, np.zeros(sampled[index], np.float32))
+            sequences[index] = TrainingSequence(numbered, np.zeros(sampled[index], np.float32), temperature)
         found = torch.zeros(int(sum(sampled)), device=self.trainer.device)
         for batch in self._batches(plan, sequences, rank):
             moved = batch.for_context(self.mesh.context if self.mesh else None).to(self.trainer.device)
             assert isinstance(moved, RolloutBatch)
             hidden = self.reference.hidden(moved.tokens, documents=moved.documents).flatten(0, 1)
             targets = moved.targets.flatten()
-            logprobs = token_logprobs(hidden / self.settings.temperature, self.reference.head_weight, targets)
+            temperatures = None if moved.temperatures is None else moved.temperatures.flatten()
+            logprobs = token_logprobs(tempered(hidden, temperatures), self.reference.head_weight, targets)
             counted = targets != IGNORE
             found[moved.sampler_versions.flatten()[counted].long()] = logprobs[counted].float()
         if self.mesh is not None:
@@ -236,7 +245,11 @@ def trained_segments(trace: Trace, estimator: EstimatorSettings) -> list[Segment
 
 
 def training_sequences(
-    segments: Sequence[Segment], advantage: float, estimator: EstimatorSettings, reference: Array | None = None
+    segments: Sequence[Segment],
+    advantage: float,
+    estimator: EstimatorSettings,
+    reference: Array | None = None,
+    temperature: float = 1.0,
 ) -> list[TrainingSequence]:
     """Return the training sequences of one rollout: the final reward counts for every sampled token of the chain of
     segments, self-summaries included. `reference` has the reference policy's log-probabilities of these tokens."""
@@ -250,4 +263,4 @@ def training_sequences(
         penalties=penalties,
         divide_by_length=estimator.divide_by_length,
     )
-    return [TrainingSequence(segment, part) for segment, part in zip(segments, parts, strict=True)]
+    return [TrainingSequence(segment, part, temperature) for segment, part in zip(segments, parts, strict=True)]

@@ -36,6 +36,7 @@ class RolloutBatch(Batch):
     token_advantages: Tensor = field(default_factory=lambda: torch.empty(0))  # [rows, length] float32
     sampler_logprobs: Tensor = field(default_factory=lambda: torch.empty(0))
     sampler_versions: Tensor = field(default_factory=lambda: torch.empty(0))  # of weights, int32; -1: not sampled
+    temperatures: Tensor | None = None  # at which the tokens were sampled; None: 1
     routing: Tensor | None = None  # [rows, length, moe layers, experts per token] of the token itself; -1: unknown
 
     TOKEN_FIELDS: ClassVar[dict[str, int | float]] = {
@@ -43,8 +44,17 @@ class RolloutBatch(Batch):
         "token_advantages": 0.0,
         "sampler_logprobs": 0.0,
         "sampler_versions": NO_VERSION,
+        "temperatures": 1.0,
         "routing": -1,
     }
+
+
+def tempered(hidden: Tensor, temperatures: Tensor | None) -> Tensor:
+    """Return hidden states divided by temperatures, which divides the logits.
+
+    The policy is the distribution that was sampled. Dividing bfloat16 logits would round more.
+    """
+    return hidden if temperatures is None else (hidden.float() / temperatures.unsqueeze(-1)).to(hidden.dtype)
 
 
 def policy_gradient(
@@ -64,7 +74,6 @@ class PolicyGradient:
     max_importance_ratio: float = 0.0  # 0: no importance correction
     plausibility: float = 0.0  # see `etude.model.moe.Routing`
     loss: TokenLoss | None = None  # another loss than `policy_gradient`
-    temperature: float = 1.0  # of sampling: the policy is the distribution that was sampled from
     differences: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # |trainer - sampler|, sampler's version
 
     def __call__(self, model: Transformer, batch: Batch) -> ObjectiveSums:
@@ -72,8 +81,8 @@ class PolicyGradient:
         routing = record_routing(model, batch.routing, self.plausibility)
         hidden = model.hidden(batch.tokens, documents=batch.documents, routing=routing).flatten(0, 1)
         positions = loss_positions(batch)
-        # Dividing the hidden state divides the logits, with less rounding than dividing bfloat16 logits.
-        hidden = hidden.index_select(0, positions) / self.temperature
+        temperatures = None if batch.temperatures is None else batch.temperatures.flatten()[positions]
+        hidden = tempered(hidden.index_select(0, positions), temperatures)
         targets, advantages, sampler_logprobs = (
             part.flatten()[positions] for part in (batch.targets, batch.token_advantages, batch.sampler_logprobs)
         )

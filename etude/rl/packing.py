@@ -27,6 +27,7 @@ class TrainingSequence:
 
     segment: Segment
     token_advantages: npt.NDArray[np.float32]  # one for each sampled token, in order
+    temperature: float = 1.0  # of sampling
 
     def __post_init__(self) -> None:
         sampled = int(self.segment.sampled.sum())
@@ -108,6 +109,7 @@ def _batch(rows: Sequence[Sequence[TrainingSequence]], config: ModelConfig, padd
     tokens, targets = np.full(shape, padding, np.int64), np.full(shape, IGNORE, np.int64)
     advantages, sampler_logprobs = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
     versions = np.full(shape, NO_VERSION, np.int32)
+    temperatures = np.ones(shape, np.float32)
     routing = _empty_routing(rows, config, shape)
     lengths = []
     for number, row in enumerate(rows):
@@ -122,6 +124,7 @@ def _batch(rows: Sequence[Sequence[TrainingSequence]], config: ModelConfig, padd
             by_token = np.zeros(size, np.float32)
             by_token[segment.sampled] = sequence.token_advantages
             advantages[number, span] = by_token[1:]
+            temperatures[number, span] = sequence.temperature
             if routing is not None and segment.routing is not None:
                 routed = len(segment.routing)
                 routing[number, at : at + routed] = segment.routing
@@ -138,6 +141,7 @@ def _batch(rows: Sequence[Sequence[TrainingSequence]], config: ModelConfig, padd
         token_advantages=torch.from_numpy(advantages),
         sampler_logprobs=torch.from_numpy(sampler_logprobs),
         sampler_versions=torch.from_numpy(versions),
+        temperatures=None if (temperatures == 1.0).all() else torch.from_numpy(temperatures),
         routing=None if routing is None else torch.from_numpy(routing),
     )
 

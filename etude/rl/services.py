@@ -63,9 +63,8 @@ def add_session_services(
         supervisor.add(anywhere(f"{SAMPLER}-{number}", "etude.inference.sampler_process", resources, *more))
     needed = options.worker.resources(having=options.worker_resource)
 
-    def worker(name: str, node: Node, count: int) -> ServiceSpec:
-        share = ("--max-rollouts", str(-(-settings.in_flight // count)))
-        return anywhere(name, "etude.rollouts.worker", needed, *share, node=node.id)
+    def worker(name: str, node: Node) -> ServiceSpec:
+        return anywhere(name, "etude.rollouts.worker", needed, node=node.id)
 
     supervisor.add_on_nodes(WORKER, options.workers_per_node or settings.workers, needed, worker)
 

@@ -13,7 +13,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,6 @@ from etude.model.peft import load_beside, relative_base
 from etude.model.trainer_parts import check_expert_ranks
 from etude.model.transformer import Transformer, compile_blocks, compile_forwards
 from etude.parallel.led import led
-from etude.rewards.live_weights import LiveWeights
 from etude.rl.best_checkpoint import kept_steps, read_scores
 from etude.rl.imitation import demonstration_steps, open_mixture
 from etude.rl.learner import Learner
@@ -46,6 +45,7 @@ from etude.rl.loop import RlLoop, finish_publishing, learn, publish
 from etude.rl.objective import PolicyGradient
 from etude.rl.services import TRAINER
 from etude.rl.settings import OBJECTIVES, RlSettings, open_rl_run
+from etude.rollouts.live_settings import LiveSettings, differing, record_changes
 from etude.rollouts.queue_client import AnyQueue, QueueClient
 from etude.rollouts.settings import load_evaluation, load_queues
 from etude.rollouts.stored_traces import StoredTraces
@@ -152,7 +152,7 @@ def resumed_loop(layout: RunLayout, settings: RlSettings, learner: Learner, clie
         evaluations,
         max(queue.newest_version(), -1 if stored is None else stored),
         seed=run_seed(layout),
-        reward_weights=LiveWeights(layout.run, settings.rewards).at,
+        reward_weights=live_rewards(LiveSettings(layout, RlSettings)),
         validate_every=every,
         blocked_by=evaluation_blocker(evaluations, partial(blocking_evaluation, settings, every, trainer)),
         record_step=partial(record_step, layout),
@@ -167,7 +167,8 @@ def open_learner(layout: RunLayout, settings: RlSettings, mesh: TrainingMesh | N
     """Give this rank of the trainer, restored from the newest intact checkpoint."""
     trainer = open_trainer(layout, settings, mesh)
     tokenizer, weights = Tokenizer.load(layout.model), settings.weights
-    evaluation = load_evaluation(layout)
+    evaluation, live = load_evaluation(layout), LiveSettings(layout, RlSettings)
+    every = evaluation.every if evaluation else 0
     with Publisher(
         ObjectStore(layout.store),
         full_every=weights.full_every,
@@ -184,8 +185,20 @@ def open_learner(layout: RunLayout, settings: RlSettings, mesh: TrainingMesh | N
             tokenizer.end_of_text,
             load_trace=trace_loader(layout),
             demonstrations=open_demonstrations(layout, settings, trainer, tokenizer.end_of_text),
-            save=lambda: write_checkpoint(layout, trainer, tokenizer, settings, evaluation.every if evaluation else 0),
+            save=lambda: write_checkpoint(layout, trainer, tokenizer, live.current(), every),
         )
+
+
+def live_rewards(live: LiveSettings[RlSettings]) -> Callable[[int], Mapping[str, float]]:
+    """Return a function that gives the reward weights of a policy step, and records a change with the step."""
+
+    def at(step: int) -> Mapping[str, float]:
+        before = live.settings
+        changed = {key: each for key, each in differing(before, live.current()).items() if key == "rewards"}
+        record_changes(live.layout, step, changed)
+        return live.settings.rewards
+
+    return at
 
 
 def trace_loader(layout: RunLayout) -> Callable[[str], Trace]:
@@ -269,7 +282,7 @@ def open_objective(settings: RlSettings) -> PolicyGradient:
     if settings.objective != "policy_gradient":
         loss = partial(OBJECTIVES[settings.objective], **settings.objective_options)
     estimator = settings.estimator
-    return PolicyGradient(estimator.max_importance_ratio, estimator.plausibility, loss, settings.temperature)
+    return PolicyGradient(estimator.max_importance_ratio, estimator.plausibility, loss)
 
 
 def load_reference(

@@ -226,6 +226,12 @@ class RolloutRunner:
     on_phase: Callable[[RolloutPhase], None]
     note: str = ""
 
+    @property
+    def temperature(self) -> float:
+        """The sampling temperature: a resumed session keeps the one that it began with."""
+        began_with = self.resume.trace.facts.get("temperature") if self.resume else None
+        return self.options.temperature if began_with is None else float(began_with)
+
     async def run(self, fleet: Fleet, weights: Callable[[int], Mapping[str, float]]) -> Rollout:
         """Run the trial and score it."""
         self.on_phase("environment")
@@ -260,7 +266,7 @@ class RolloutRunner:
 
     async def run_session(self, environment: TaskEnvironment) -> Trace:
         """Run the session, new or resumed, with checkpoints between its turns and at its end."""
-        sampling = Sampling(temperature=self.options.temperature, seed=self.seed)
+        sampling = Sampling(temperature=self.temperature, seed=self.seed)
         client = self.model.open_client(self.options.session.id, sampling)
         spec = replace(self.options.session, facts=self.trace_facts(client))
         async with open_task_session(environment, None, client, spec) as (session, tools):
@@ -291,7 +297,7 @@ class RolloutRunner:
             **self.options.session.facts,
             "effort": self.options.effort.model_dump(),
             **({"seed": self.seed} if client.exact else {}),
-            "temperature": self.options.temperature,
+            "temperature": self.temperature,
             "tool_names": {name: each.tool.name for name, each in exposed.items()},
             **({"note": self.note} if self.note else {}),
         }

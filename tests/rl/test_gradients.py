@@ -37,7 +37,7 @@ def answer_logprobs(model: Transformer, temperature: float) -> torch.Tensor:
 
 def learner_of(model: Transformer, reference: Transformer | None, settings: RlSettings, traces: list[Trace]) -> Learner:
     publisher = Publisher(ObjectStore("memory://gradients"))
-    objective = PolicyGradient(settings.estimator.max_importance_ratio, temperature=settings.temperature)
+    objective = PolicyGradient(settings.estimator.max_importance_ratio)
     trainer = Trainer(model, AdamSettings())
     return Learner(settings, trainer, objective, publisher, reference, 0, lambda name: traces[int(name)])
 
@@ -88,7 +88,7 @@ def test_the_mean_gradient_is_that_of_reward_minus_divergence(
         unused = np.full(len(tokens), np.nan, np.float32)  # the model's own, before temperature
         versions = np.where(sampled, 0, -1).astype(np.int32)
         segment = Segment("start", tokens.numpy().astype(np.uint32), sampled, drawn, unused, versions)
-        traces.append(random_trace(rng, segment))
+        traces.append(replace(random_trace(rng, segment), facts={"temperature": temperature}))
     learner = learner_of(model, penalized, settings, traces)
     batches, plan = learner.pack([(str(index), float(reward)) for index, reward in enumerate(rewards)])
     order = iter([index for row in plan.rows[0] for index in row])
@@ -118,9 +118,9 @@ def test_on_policy_the_ratio_of_what_the_engine_sampled_is_1(temperature: float)
     sampling = Sampling(max_tokens=30, temperature=temperature, seed=3)
     sequences = [engine.submit(prompt, sampling)[0] for prompt in prompts_of((5, 9, 17))]
     finish(engine)
-    trained = [TrainingSequence(segment_of(s), np.ones(len(s.output), np.float32)) for s in sequences]
+    trained = [TrainingSequence(segment_of(s), np.ones(len(s.output), np.float32), temperature) for s in sequences]
     batches = pack(trained, engine.model.config, length=64, rows=8, padding=0)
-    objective = PolicyGradient(temperature=temperature)
+    objective = PolicyGradient()
     found = [objective(engine.model, batch).metrics["ratio"].item() / batch.loss_tokens for batch in batches]
     assert found == pytest.approx([1.0] * len(batches), abs=1e-5)
     assert objective.mismatch(0)["mismatch_numerics_p99"] < 1e-5

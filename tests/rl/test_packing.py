@@ -36,7 +36,8 @@ def training_sequence(seed: int, size: int, config: ModelConfig, routed: bool = 
     segment = Segment(
         "start", rng.integers(0, 40, size).astype(np.uint32), sampled, logprobs, logprobs, versions, routing
     )
-    return TrainingSequence(segment, rng.standard_normal(int(sampled.sum())).astype(np.float32))
+    advantages = rng.standard_normal(int(sampled.sum())).astype(np.float32)
+    return TrainingSequence(segment, advantages, temperature=(0.5, 1.0, 2.0)[seed % 3])
 
 
 def gradient(model: Transformer, batches: list) -> torch.Tensor:
