@@ -38,7 +38,6 @@ from etude.harness.trace_store import unpack_trace
 from etude.inference import sampler_process
 from etude.inference.sampler_process import Fetched, Sampler
 from etude.inference.service import WeightSwap
-from etude.rewards.live_weights import LiveWeights
 from etude.rl import loop, orchestrator
 from etude.rl.learner import Learner, StepOrder, StepOutcome
 from etude.rl.loop import finish_publishing, learn
@@ -53,13 +52,14 @@ from etude.rl.trainer_process import (
     resumed_loop,
     seal_draft,
 )
+from etude.rollouts.live_settings import LiveSettings
 from etude.rollouts.queue import RolloutQueue
 from etude.rollouts.queue_client import QueueClient
 from etude.rollouts.rollout import RolloutFailed, RolloutOptions
 from etude.rollouts.run_queues import open_queues
 from etude.rollouts.run_service import RunService
 from etude.rollouts.sampler_pool import SamplersUnavailable
-from etude.rollouts.settings import load_queues
+from etude.rollouts.settings import RolloutSettings, load_queues
 from etude.rollouts.worker import ClaimedSlot, Worker, WorkerConfig
 from etude.runs.address import run_token
 from etude.runs.client import RunClient
@@ -338,11 +338,11 @@ def sample(run: SimulatedRun, process: SimProcess, name: str) -> None:
 class SimWorker(Worker):
     """A worker whose sessions wait for a sampler a few times."""
 
-    def __init__(self, run: SimulatedRun, process: SimProcess, member: RunMember, max_rollouts: int) -> None:
+    def __init__(self, run: SimulatedRun, process: SimProcess, member: RunMember) -> None:
         fleet: Any = SimpleNamespace()
         binding: Any = SimpleNamespace(policy=self)
         options = {"training": RolloutOptions(), "evaluation": RolloutOptions()}
-        config = WorkerConfig("simulated", options, {"correctness": 1.0}, run.plan.seed, max_rollouts)  # type: ignore[arg-type]
+        config = WorkerConfig("simulated", options, {"correctness": 1.0}, run.plan.seed)  # type: ignore[arg-type]
         super().__init__(member, config, fleet, binding, run.store(process, ROLLOUTS), process.clock)
         self.simulated, self.process, self.rng = run, process, run.rng
 
@@ -431,13 +431,13 @@ def trace_of(task: str, versions: Sequence[int]) -> Trace:
     return Trace("id", task, "simulated", "policy", [], [segment], [], "final")
 
 
-def work(run: SimulatedRun, process: SimProcess, name: str, max_rollouts: int) -> None:
+def work(run: SimulatedRun, process: SimProcess, name: str) -> None:
     """The worker process, as `run_worker`."""
     process.clock.sleep(run.rng.uniform(0.2, 1.0))
     member = run.member(process, name)
 
     async def main() -> None:
-        worker = SimWorker(run, process, member, max_rollouts)
+        worker = SimWorker(run, process, member)
         loop = asyncio.get_running_loop()
         process.terminate = lambda: loop.call_soon_threadsafe(worker.stop)  # type: ignore[attr-defined]
         await worker.run()
@@ -453,7 +453,8 @@ def serve(run: SimulatedRun, process: SimProcess) -> None:
     clock, layout = process.clock, run.layout
     clock.sleep(run.rng.uniform(0.1, 0.5))
     with open_queues(layout) as queues:
-        service = RunService(layout, queues, LiveWeights(layout.run, run.settings.rewards), clock)
+        live = LiveSettings(layout, RolloutSettings)
+        service = RunService(layout, queues, run.settings.workers, live, clock)
 
         async def main() -> None:
             loop = asyncio.get_running_loop()
@@ -652,7 +653,7 @@ class SimulatedRun:
             "etude.rollouts.run_service": partial(serve, self, process),
             "etude.rl.trainer_process": partial(train, self, process),
             "etude.inference.sampler_process": partial(sample, self, process, spec.name),
-            "etude.rollouts.worker": lambda: work(self, process, spec.name, int(spec.arguments[-1])),
+            "etude.rollouts.worker": partial(work, self, process, spec.name),
         }
         self.say(process, "starts")
         process.on_end.append(lambda: self.say(process, f"ends: {process.code}"))
@@ -704,7 +705,7 @@ class SimulatedRun:
                     clock=clock,
                 )
                 services.on_death = holder.on_process_death
-                add_rl_services(services, layout, settings, ClusterSettings(), client.url)
+                add_rl_services(services, layout, holder.live.settings, ClusterSettings(), client.url)
                 self.supervisor = services
                 orchestrate(holder, services)
                 self.finished = True
