@@ -328,7 +328,7 @@ def sample(run: SimulatedRun, process: SimProcess, name: str) -> None:
     sampler._record_loaded(first, backend.take(first).seconds)
     sampler.service = backend  # type: ignore[assignment]
     sampler._set_state("ready", "")
-    run.samplers[name] = backend
+    run.samplers.append(backend)
     sampler._follow(backend, backend.take)  # type: ignore[arg-type]
 
 
@@ -353,7 +353,7 @@ class SimWorker(Worker):
         reach = self.simulated.network.reaches
         found = [
             each
-            for _, each in sorted(self.simulated.samplers.items())
+            for each in self.simulated.samplers
             if each.process.alive and not each.process.paused_until > self.simulated.simulation.now
             if reach(self.process.host, each.process.host)
         ]
@@ -585,7 +585,7 @@ class SimulatedRun:
         self.joined = 0
         for number in range(plan.nodes):
             self.join(sees_run=number == 0)
-        self.samplers: dict[str, SimSampler] = {}
+        self.samplers: list[SimSampler] = []  # that have been ready
         self.started: list[SimServiceProcess] = []  # every process that was started
         self.head: SimProcess | None = None
         self.heads = 0
