@@ -111,7 +111,7 @@ def inside(work: Awaitable[None]) -> None:
 
 
 def test_evaluation_slots_come_before_training_slots(state: Path, tmp_path: Path) -> None:
-    run = PreparedRun(tmp_path, QUEUE.model_copy(update={"in_flight": 2}))
+    run = PreparedRun(tmp_path, QUEUE.model_copy(update={"in_flight": 1}))
     run.queue.add([("lines", 0)])
     run.evaluations.add([("000007/lines", 0)])
     sampled: list[tuple[str, float]] = []
