@@ -21,7 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -72,6 +72,7 @@ QUEUE_METHODS = frozenset(
             "offer",
             "awaited_tasks",
             "judge",
+            "begin_session",
             "mark_trained",
             "record_version",
             "newest_version",
@@ -234,10 +235,14 @@ class RunService:
             raise InputError(f"{name!r} is not a method of rollout queues")
         hints, method = _hints(name), getattr(queue, name)
         given = await read_json(request)
+        sender = given.pop("trainer", None)
         if unknown := given.keys() - hints.keys():
             raise InputError(f"{name} has no argument {sorted(unknown)[0]}")
         arguments = {key: from_json(hints[key], value, f"{name}.{key}") for key, value in given.items()}
-        return method(**arguments, **({"now": self.clock.time()} if "now" in hints else {}))
+        arguments |= {"now": self.clock.time()} if "now" in hints else {}
+        if sender is None:
+            return method(**arguments)
+        return queue.apply_once(str(sender[0]), int(sender[1]), partial(method, **arguments))
 
     # ------------------------------------------------------------------------------------------ statuses
 
