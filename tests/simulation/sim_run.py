@@ -51,6 +51,7 @@ from etude.rl.trainer_process import (
     reporting_status,
     resumed_loop,
     seal_draft,
+    take_over,
 )
 from etude.rollouts.live_settings import LiveSettings
 from etude.rollouts.queue import RolloutQueue
@@ -196,8 +197,8 @@ def same_weights(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tens
 class SimLearner(Learner):
     """A learner whose step only notes what it was given."""
 
-    def begin(self, run: SimulatedRun, process: SimProcess, updates: tuple[int, ...]) -> None:
-        self.run, self.process, self.updates = run, process, updates
+    def begin(self, run: SimulatedRun, process: SimProcess, updates: tuple[int, ...], session: str) -> None:
+        self.run, self.process, self.updates, self.session = run, process, updates, session
         self.weights = weights_of(updates, run.plan.steps)
 
     def step(self, order: StepOrder) -> StepOutcome:
@@ -233,7 +234,7 @@ class SimLearner(Learner):
         self.process.clock.sleep(run.rng.uniform(0.0, 0.5))
         seal_draft(draft, step)
         self.process.clock.sleep(run.rng.uniform(0.0, 0.1))
-        commit_checkpoint(run.layout, draft, step, self.settings, 0)
+        commit_checkpoint(run.layout, draft, step, self.settings, 0, self.session)
         run.say(self.process, f"checkpoint {step}")
         run.tempt(self.process)
 
@@ -241,6 +242,7 @@ class SimLearner(Learner):
 def train(run: SimulatedRun, process: SimProcess) -> None:
     """The trainer process, as `trainer_process.lead`."""
     clock, layout, settings = process.clock, run.layout, run.settings
+    session = take_over(layout)
     found = intact_checkpoints(layout)
     updates = tuple(json.loads((found[-1][1] / "updates.json").read_text())) if found else ()
     clock.sleep(run.rng.uniform(0.2, 2.0))  # loads the model
@@ -272,10 +274,10 @@ def train(run: SimulatedRun, process: SimProcess) -> None:
         closing(open_client(layout)) as client,
     ):
         learner = SimLearner(settings, trainer, None, publisher, None, 0, load_trace)  # type: ignore[arg-type]
-        learner.begin(run, process, updates)
+        learner.begin(run, process, updates, session)
         learner.save = learner.write
         run.say(process, f"continues from step {len(updates)}")
-        loop = resumed_loop(layout, settings, learner, client)
+        loop = resumed_loop(layout, settings, learner, client, session)
         loop.report_status = report
         learn(loop)
         finish_publishing(loop)
@@ -767,8 +769,13 @@ class SimulatedRun:
         service = process.name.partition(".")[0]
         if self.faulty("moments", 0.08) and self.killed[service] < MAX_KILLS:
             self.killed[service] += 1
-            self.say(process, "is killed soon")
-            self.simulation.later(self.rng.choice([0.001, 0.02, 0.5]) * self.rng.random(), process.kill)
+            delay = self.rng.choice([0.0, 0.001, 0.02, 0.5]) * self.rng.random()
+            self.say(process, f"is killed in {delay:.4f} s")
+            if delay:
+                self.simulation.later(delay, process.kill)
+            else:
+                process.kill()
+                self.simulation.check()
 
     def note_finished(self, process: SimProcess, slot: Any) -> None:
         self.say(process, f"finished slot {slot.id}, attempt {slot.attempt}")
