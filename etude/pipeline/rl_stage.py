@@ -131,7 +131,7 @@ class RlStage(Stage[RlSettings]):
                 with inputs.problems_of("rl.window"):
                     self._check_prompts(inputs, dialect, settings.window or model.config.max_length)
         find_cluster(inputs)
-        if not is_elsewhere(inputs.recipe):
+        if settings.workers and not is_elsewhere(inputs.recipe):
             with inputs.problems_of("rl"):
                 inputs.pods = usable_pods(settings.pods)
 
@@ -205,9 +205,10 @@ class RlStage(Stage[RlSettings]):
                 raise InputError(f"rl: a rollout of {tasks[0].name} fails here: {error}") from None
 
     def notices(self, recipe: Recipe) -> list[str]:
-        if is_elsewhere(recipe):
+        settings = self.settings(recipe)
+        if is_elsewhere(recipe) or not settings.workers:
             return []
-        weaker = weaker_pods(self.settings(recipe).pods)
+        weaker = weaker_pods(settings.pods)
         return [weaker] if weaker else []
 
     def run(self, run: Run, recipe: Recipe, report: ProgressCallback) -> dict[str, Any]:

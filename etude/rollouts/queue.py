@@ -66,9 +66,9 @@ class RolloutQueue(QueueReader):
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=NORMAL")
         if not self._scalar("SELECT COUNT(*) FROM sqlite_master"):
-            tables = f"{SCHEMA} {TRIGGERS} {INDEXES}"
-            self._db.executescript(f"BEGIN IMMEDIATE; {tables} PRAGMA user_version={VERSION}; COMMIT")
+            self._db.executescript(f"BEGIN IMMEDIATE; {SCHEMA} {TRIGGERS} PRAGMA user_version={VERSION}; COMMIT")
         self._check_version(path)
+        self._db.executescript(INDEXES)
         self._check_group_size()
 
     def _check_group_size(self) -> None:
@@ -252,6 +252,10 @@ class RolloutQueue(QueueReader):
         resume = "" if keep_resume else ", resume=''"
         self._report(slot, f"failures=failures+1, note=?, {REQUEUE}{resume}", (why,))
         self._drop_failed_groups()
+
+    def release_slot(self, slot: Slot, why: str) -> None:
+        """Requeue a slot that its worker cannot run, without counting a failure."""
+        self._report(slot, f"note=?, {REQUEUE}", (why,))
 
     def release(self, worker: str = "") -> int:
         """Requeue the slots of a worker (or of all) that has ended, without counting a failure; return how many."""

@@ -58,6 +58,9 @@ HEARTBEATS_PER_S = 200.0  # ... but of all workers together no more than this
 HEARTBEATS_PER_LEASE = 4  # ... and of each at least this
 COPY_S, STATUSES_PER_S = 2.0, 500.0  # between two copies of the statuses, longer if there are many
 RECONCILE_S = 1.0  # leases are long
+LOOKUP_S = 1.0  # for which figures over the statuses of all workers are kept
+ABSENT_S = 60.0  # without a heartbeat, after which a worker started by hand gets no share of the rollouts
+NEWS_S = 0.2  # between two times that all workers are told of samplers, which often change together
 NO_STEP = -1  # of the trainer, for evaluations: below every step, so that no rollout is too stale
 IDLE_S = 600  # seconds for which an idle connection is kept
 FILES = 65536  # open connections, where the system allows it
@@ -104,6 +107,10 @@ class RunService:
         self.files = RunFiles(layout)
         self.board = StatusBoard.restored(layout)
         self.work = Bell()  # rings when slots can be claimed
+        self.sampler_news = Bell()  # rings when samplers have changed, a moment later if they did just before
+        self._prepared = (float("-inf"), frozenset[str]())  # when it was looked up; snapshots that workers keep ready
+        self._by_hand = (float("-inf"), 1)  # when it was counted, and the workers that the run has not started
+        self._told = (self.board.sampler_changes, float("-inf"))  # changes when it rang last, and the time
         self.requests: Counter[str] = Counter()
         self.latency = Histogram(LATENCY_S)
 
@@ -117,13 +124,17 @@ class RunService:
         return sum(queue.enlist(name, wanted["session"]) for queue in self.queues.values())
 
     async def drain(self, request: Request) -> Any:
-        """Have a worker claim no more slots, finish its rollouts and end. Its next process is not concerned."""
+        """Have a worker claim no more slots, finish its rollouts and end; return whether there is such a worker.
+
+        Its next process is not concerned.
+        """
         name = request.path_params["name"]
         status = self.board.statuses.get(name, {})
         if status.get("kind") != WORKER:
-            raise InputError(f"this run has no worker {name!r}")
+            return False
         self.draining[name] = status["session"]
         self.work.ring()
+        return True
 
     async def claim(self, request: Request) -> Any:
         """Claim slots, evaluations first; if there are none, wait for some."""
@@ -175,8 +186,16 @@ class RunService:
 
     def share(self) -> int:
         """Return how many of the rollouts in flight one worker may run."""
-        workers = self.board.statuses.get(ORCHESTRATOR, {}).get("workers") or self.workers
+        workers = self.board.statuses.get(ORCHESTRATOR, {}).get("workers") or self.workers or self.workers_by_hand()
         return -(-self.apply_changes() // int(workers))
+
+    def workers_by_hand(self) -> int:
+        """Return how many workers have reported lately, at least 1: a run may start none itself."""
+        now = self.clock.time()
+        if now - self._by_hand[0] > LOOKUP_S:
+            reported = (facts["time"] for facts in self.board.statuses.values() if facts.get("kind") == WORKER)
+            self._by_hand = now, max(1, sum(now - then < ABSENT_S for then in reported))
+        return self._by_hand[1]
 
     def apply_changes(self) -> int:
         """Apply changes of the run's settings to the queues; return how many rollouts may be in flight."""
@@ -195,7 +214,7 @@ class RunService:
         return sum(queue.dismiss(name, wanted["session"]) for queue in self.queues.values())
 
     async def report(self, request: Request) -> Any:
-        """Apply a report on a claimed slot: note, checkpoint, finish or fail."""
+        """Apply a report on a claimed slot: note, checkpoint, finish, fail or release."""
         wanted, queue = await read_json(request), self._queue(request)
         slot = Slot(wanted["slot"], 0, wanted["task"], 0, wanted["attempt"], "")
         kind, facts = request.path_params["kind"], wanted["facts"]
@@ -207,14 +226,19 @@ class RunService:
             queue.finish(slot, facts["reward"], facts["trace"], (int(facts["versions"][0]), int(facts["versions"][1])))
         elif kind == "fail":
             queue.fail(slot, facts["why"], keep_resume=facts["keep_resume"])
+        elif kind == "release":
+            queue.release_slot(slot, facts["why"])
         else:
             raise InputError(f"{kind} is not a report on a slot")
 
     async def snapshots(self, request: Request) -> Any:
-        """Return the pod snapshots from which a rollout may be resumed, or that a worker keeps ready."""
-        resumed = (str(each.get("snapshot")) for q in self.queues.values() for each in q.rollout_checkpoints())
-        prepared = (id for facts in self.board.statuses.values() for id in facts.get("prepared", ()))
-        return sorted({*resumed, *prepared})
+        """Return those of a worker's snapshots from which a rollout may be resumed, or that a worker keeps ready."""
+        given, now = {str(snapshot) for snapshot in (await read_json(request))["snapshots"]}, self.clock.monotonic()
+        if now - self._prepared[0] > LOOKUP_S:
+            reported = (facts.get("prepared", ()) for facts in self.board.statuses.values())
+            self._prepared = now, frozenset(str(id) for ids in reported for id in ids)
+        resumed = (queue.needed_snapshots(given) for queue in self.queues.values())
+        return sorted((self._prepared[1] & given).union(*resumed))
 
     # ------------------------------------------------------------------------------------------ queues
 
@@ -255,12 +279,12 @@ class RunService:
         self.board.forget(request.path_params["name"])
 
     async def samplers(self, request: Request) -> Any:
-        """Return where the samplers are, once that differs from what the client has seen."""
+        """Return what is known of the samplers, once it differs from what the client has seen, or after a while."""
         seen, deadline = int(request.query_params["seen"]), self.clock.monotonic() + LONG_POLL_S
 
         async def wait() -> None:
             while self.board.sampler_changes == seen and (left := deadline - self.clock.monotonic()) > 0:
-                await self.board.changed.wait(left)
+                await self.sampler_news.wait(left)
 
         if self.board.sampler_changes == seen:
             await cancel_on_disconnect(request, wait())
@@ -316,7 +340,7 @@ class RunService:
             ("POST", "/status/{name}", self.report_status),
             ("DELETE", "/status/{name}", self.forget_status),
             ("GET", "/samplers", self.samplers),
-            ("GET", "/snapshots", self.snapshots),
+            ("POST", "/snapshots", self.snapshots),
             ("POST", "/workers/{name}/enlist", self.enlist),
             ("POST", "/workers/{name}/claim", self.claim),
             ("POST", "/workers/{name}/heartbeat", self.heartbeat),
@@ -353,9 +377,13 @@ class RunService:
             await asyncio.sleep(RECONCILE_S)
 
     def ring(self) -> None:
-        """Wake as many waiting workers as there are slots to claim."""
+        """Wake as many waiting workers as there are slots to claim, and all if samplers have changed."""
         if len(self.work):
             self.work.ring(sum(queue.claimable() for queue in self.queues.values()))
+        changes, now = self.board.sampler_changes, self.clock.monotonic()
+        if changes != self._told[0] and now - self._told[1] >= NEWS_S:
+            self._told = changes, now
+            self.sampler_news.ring()
 
     def end(self) -> None:
         """Mark all services as ended: the run service ends last."""

@@ -9,7 +9,8 @@ from etude.runs.layout import RunLayout
 from etude.runs.service_status import SAMPLER, read_copy
 
 SILENT_S = 10.0  # samplers report every second, on a busy machine later: one that is silent for longer gets no requests
-SHOWN = ("url", "pid", "host", "state", "version", "waiting_for", "problem")  # of a sampler, to workers
+SHOWN = ("url", "pid", "host", "state", "version", "waiting_for", "problem")  # of a sampler, to workers ...
+URGENT = ("url", "pid", "host", "state")  # ... at once: where requests can be sent
 
 
 class Bell:
@@ -48,8 +49,7 @@ class StatusBoard:
 
     statuses: dict[str, dict[str, Any]] = field(default_factory=dict)
     samplers: dict[str, dict[str, Any]] = field(default_factory=dict)  # what workers see of the samplers
-    sampler_changes: int = 1  # grows when that changes
-    changed: Bell = field(default_factory=Bell)
+    sampler_changes: int = 1  # grows when that changes urgently: every change is told to every worker
 
     @classmethod
     def restored(cls, layout: RunLayout) -> Self:
@@ -86,8 +86,9 @@ class StatusBoard:
         self.statuses = {name: {**facts, "state": "ended", "waiting_for": ""} for name, facts in self.statuses.items()}
 
     def _show(self, name: str, shown: dict[str, Any] | None) -> None:
-        if self.samplers.get(name) != shown:
-            self.samplers = {key: each for key, each in self.samplers.items() if key != name}
-            self.samplers |= {name: shown} if shown is not None else {}
+        if (before := self.samplers.get(name)) == shown:
+            return
+        self.samplers = {key: each for key, each in self.samplers.items() if key != name}
+        self.samplers |= {name: shown} if shown is not None else {}
+        if before is None or shown is None or any(before[key] != shown[key] for key in URGENT):
             self.sampler_changes += 1
-            self.changed.ring()
