@@ -375,9 +375,8 @@ class Orchestrator:
             self.run.rewind("rl", valid)
             self.logged_steps = valid
             self.logged_evaluations = {logged for logged in self.logged_evaluations if logged <= valid}
-        while self.logged_steps < step:
+        while self.logged_steps < step and (facts := self._step_facts(self.logged_steps + 1)) is not None:
             number = self.logged_steps + 1
-            facts = json.loads(self.layout.step_file(number).read_text(encoding="utf-8"))
             groups = self.queue.groups(facts["groups"])
             previous = self.step_records.get(self.logged_steps)
             services = {name: status.facts for name, status in self.statuses.all().items()}
@@ -402,10 +401,16 @@ class Orchestrator:
         return last
 
     def _recorded_identity(self, step: int) -> tuple[Any, ...] | None:
+        facts = self._step_facts(step)
+        return None if facts is None else step_identity(facts)
+
+    def _step_facts(self, step: int) -> Facts | None:
+        """Return the facts of a step; None if the trainer went back to a checkpoint meanwhile."""
         try:
-            return step_identity(json.loads(self.layout.step_file(step).read_text(encoding="utf-8")))
+            facts: Facts = json.loads(self.layout.step_file(step).read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
+        return facts
 
     def unlog_lost_evaluations(self) -> None:
         """Remove the records of evaluations of weights that were lost when the trainer went back to a checkpoint."""
@@ -514,11 +519,9 @@ class Orchestrator:
 
     def samplers_have(self, step: int) -> bool:
         """Return whether every sampler has the weights of this step: the last evaluation is of exactly those."""
-        try:
-            version = json.loads(self.layout.step_file(step).read_text())["version"] if step else 0
-        except FileNotFoundError:  # the trainer went back to a checkpoint
+        if (facts := self._step_facts(step) if step else {"version": 0}) is None:
             return False
-        return all(loaded is not None and loaded >= version for loaded in self.sampler_versions())
+        return all(loaded is not None and loaded >= facts["version"] for loaded in self.sampler_versions())
 
     def sampler_versions(self) -> list[int | None]:
         """Return the weight version of each sampler; None for one that has none yet.

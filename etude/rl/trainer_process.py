@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 import sys
 import time
@@ -121,16 +122,18 @@ def joined_mesh(settings: RlSettings) -> Iterator[TrainingMesh | None]:
 def open_loop(layout: RunLayout, settings: RlSettings, mesh: TrainingMesh | None = None) -> Iterator[RlLoop]:
     """Give the learning loop, restored from the newest intact checkpoint, with its weights being published."""
     with (
-        open_learner(layout, settings, mesh) as learner,
+        open_learner(layout, settings, mesh, session := take_over(layout)) as learner,
         closing(RunClient.beside(layout, on_problem=say_problem)) as client,
     ):
-        yield resumed_loop(layout, settings, learner, client)
+        yield resumed_loop(layout, settings, learner, client, session)
 
 
-def resumed_loop(layout: RunLayout, settings: RlSettings, learner: Learner, client: RunClient) -> RlLoop:
+def resumed_loop(layout: RunLayout, settings: RlSettings, learner: Learner, client: RunClient, session: str) -> RlLoop:
     """Return the loop that continues with a learner; the queues go back to its step, and its weights are published."""
     client.connect()
-    queues = {name: QueueClient(client, name, found) for name, found in load_queues(layout).items()}
+    queues = {name: QueueClient(client, name, found, session) for name, found in load_queues(layout).items()}
+    for each in queues.values():
+        each.begin_session()
     queue, evaluations, every = queues["training"], None, 0
     if evaluation := load_evaluation(layout):
         every, evaluations = evaluation.every, queues["evaluation"]
@@ -155,7 +158,7 @@ def resumed_loop(layout: RunLayout, settings: RlSettings, learner: Learner, clie
         reward_weights=live_rewards(LiveSettings(layout, RlSettings)),
         validate_every=every,
         blocked_by=evaluation_blocker(evaluations, partial(blocking_evaluation, settings, every, trainer)),
-        record_step=partial(record_step, layout),
+        record_step=partial(record_step, layout, session),
         clock=client.clock,
     )
     publish(loop)
@@ -163,8 +166,10 @@ def resumed_loop(layout: RunLayout, settings: RlSettings, learner: Learner, clie
 
 
 @contextmanager
-def open_learner(layout: RunLayout, settings: RlSettings, mesh: TrainingMesh | None) -> Iterator[Learner]:
-    """Give this rank of the trainer, restored from the newest intact checkpoint."""
+def open_learner(
+    layout: RunLayout, settings: RlSettings, mesh: TrainingMesh | None, session: str = ""
+) -> Iterator[Learner]:
+    """Give this rank of the trainer, restored from the newest intact checkpoint; the first one has a `session`."""
     trainer = open_trainer(layout, settings, mesh)
     tokenizer, weights = Tokenizer.load(layout.model), settings.weights
     evaluation, live = load_evaluation(layout), LiveSettings(layout, RlSettings)
@@ -185,7 +190,7 @@ def open_learner(layout: RunLayout, settings: RlSettings, mesh: TrainingMesh | N
             tokenizer.end_of_text,
             load_trace=trace_loader(layout),
             demonstrations=open_demonstrations(layout, settings, trainer, tokenizer.end_of_text),
-            save=lambda: write_checkpoint(layout, trainer, tokenizer, live.current(), every),
+            save=lambda: write_checkpoint(layout, trainer, tokenizer, live.current(), every, session),
         )
 
 
@@ -377,6 +382,22 @@ def reporting_status(statuses: StatusReader) -> Iterator[Callable[..., None]]:
 # ------------------------------------------------------------------------------------------ checkpoints
 
 
+def take_over(layout: RunLayout) -> str:
+    """Begin a session of the trainer and return it: an earlier one that still runs somewhere writes nothing any more.
+
+    That of a node which the cluster had given up would leave the checkpoint of a step that is taken again.
+    """
+    session = secrets.token_hex(8)
+    write_atomically(layout.trainer_session, session)
+    return session
+
+
+def check_session(layout: RunLayout, session: str) -> None:
+    """Raise EtudeError if another session of the trainer has begun."""
+    if layout.trainer_session.read_text(encoding="ascii") != session:
+        raise EtudeError("this trainer was replaced: another process trains the run")
+
+
 def checkpoints(layout: RunLayout) -> list[tuple[int, Path]]:
     """Return the trainer's checkpoints with their steps, oldest first."""
     return sorted((int(path.name), path) for path in layout.trainer.glob("[0-9]*") if path.name.isdigit())
@@ -404,7 +425,7 @@ def _digest(checkpoint: Path) -> str:
 
 
 def write_checkpoint(
-    layout: RunLayout, trainer: Trainer, tokenizer: Tokenizer, settings: RlSettings, validate_every: int
+    layout: RunLayout, trainer: Trainer, tokenizer: Tokenizer, settings: RlSettings, validate_every: int, session: str
 ) -> None:
     """Write a checkpoint under a temporary name, rename it when it is complete, and delete old ones.
 
@@ -427,7 +448,7 @@ def write_checkpoint(
         seal_draft(draft, step)
     except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a full disk
         raise EtudeError(f"{draft}: the checkpoint cannot be written: {error}") from error
-    commit_checkpoint(layout, draft, step, settings, validate_every)
+    commit_checkpoint(layout, draft, step, settings, validate_every, session)
 
 
 def seal_draft(draft: Path, step: int) -> None:
@@ -435,8 +456,11 @@ def seal_draft(draft: Path, step: int) -> None:
     (draft / STATE_FILE).write_text(json.dumps({"step": step, "digest": _digest(draft)}))
 
 
-def commit_checkpoint(layout: RunLayout, draft: Path, step: int, settings: RlSettings, validate_every: int) -> None:
-    """Give a complete checkpoint its name, and delete old ones."""
+def commit_checkpoint(
+    layout: RunLayout, draft: Path, step: int, settings: RlSettings, validate_every: int, session: str
+) -> None:
+    """Give a complete checkpoint its name, and delete old ones; EtudeError if another process trains the run now."""
+    check_session(layout, session)
     final = layout.trainer / f"{step:06d}"
     commit_directory(draft, final)
     found = dict(checkpoints(layout))
@@ -450,8 +474,9 @@ def new_draft(draft: Path) -> None:
     draft.mkdir(parents=True)
 
 
-def record_step(layout: RunLayout, step: int, facts: dict[str, Any]) -> None:
+def record_step(layout: RunLayout, session: str, step: int, facts: dict[str, Any]) -> None:
     """Write the facts of a step; durably, because the checkpoint that follows it is durable too."""
+    check_session(layout, session)
     write_atomically(layout.step_file(step), json.dumps(facts), durable=True)
 
 

@@ -49,7 +49,7 @@ class StaleClaim(EtudeError):
 
 
 class SupersededWorker(EtudeError):
-    """Another process has taken the name of this worker."""
+    """Another process has taken the name of this worker, or the place of this trainer."""
 
 
 class RolloutQueue(QueueReader):
@@ -324,6 +324,34 @@ class RolloutQueue(QueueReader):
 
     # ------------------------------------------------------------------------------------------ the trainer
 
+    def begin_session(self, session: str) -> None:
+        """Begin a session of the trainer: from now on requests of earlier ones are refused."""
+        with self._transaction() as db:
+            if self._trainer()[0] != session:  # else asked twice
+                db.execute("INSERT OR REPLACE INTO plan VALUES ('trainer', ?)", (json.dumps((session, 0, None)),))
+
+    def apply_once(self, session: str, request: int, apply: Callable[[], Any]) -> Any:
+        """Apply a numbered request of the trainer's session; return its result, also when it is asked again.
+
+        A request may arrive long after its sender has died, or has sent others: it is refused. A late `rewind` would
+        have groups trained twice, a late `mark_trained` would lose them.
+        """
+        present, last, result = self._trainer()
+        if session != present:
+            raise SupersededWorker("this trainer was replaced: another process trains this run")
+        if request < last:
+            raise SupersededWorker(f"request {request} of the trainer comes late: {last} was handled before")
+        if request > last:
+            result = apply()
+            with self._transaction() as db:
+                db.execute("UPDATE plan SET value=? WHERE key='trainer'", (json.dumps((session, request, result)),))
+        return result
+
+    def _trainer(self) -> tuple[str, int, Any]:
+        """Return the trainer's session, its last request, and the result of that."""
+        row = self._db.execute("SELECT value FROM plan WHERE key='trainer'").fetchone()
+        return tuple(json.loads(row["value"])) if row is not None else ("", 0, None)
+
     def ready(self, step: int) -> list[ReadyGroup]:
         """Return the groups that are complete and not too stale for the trainer at `step`, the stalest first."""
         return self.groups(row["grp"] for row in self._trainable(step) if not row["missing"])
@@ -368,10 +396,14 @@ class RolloutQueue(QueueReader):
         return awaited if len(chosen) == self.settings.groups_per_step else []
 
     def judge(self, verdicts: Iterable[tuple[int, bool]]) -> None:
-        """Record for complete groups, by id, whether their rewards differ."""
+        """Record for complete groups, by id, whether their rewards differ; others have become stale meanwhile."""
         rows = [(informative, id) for id, informative in verdicts]
         with self._transaction(durable=True) as db:
-            db.executemany("UPDATE groups SET informative=? WHERE id=? AND step IS NULL", rows)
+            db.executemany(
+                """UPDATE groups SET informative=? WHERE id=? AND step IS NULL
+                   AND NOT EXISTS (SELECT 1 FROM slots WHERE grp = groups.id AND state != 'ready')""",
+                rows,
+            )
 
     def _choose(self, step: int, trainable: Sequence[sqlite3.Row]) -> tuple[list[int], list[str]]:
         """Return the stalest ready groups for one step, and the tasks of staler unfinished groups to wait for."""

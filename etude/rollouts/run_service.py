@@ -21,7 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -75,6 +75,7 @@ QUEUE_METHODS = frozenset(
             "offer",
             "awaited_tasks",
             "judge",
+            "begin_session",
             "mark_trained",
             "record_version",
             "newest_version",
@@ -123,13 +124,17 @@ class RunService:
         return sum(queue.enlist(name, wanted["session"]) for queue in self.queues.values())
 
     async def drain(self, request: Request) -> Any:
-        """Have a worker claim no more slots, finish its rollouts and end. Its next process is not concerned."""
+        """Have a worker claim no more slots, finish its rollouts and end; return whether there is such a worker.
+
+        Its next process is not concerned.
+        """
         name = request.path_params["name"]
         status = self.board.statuses.get(name, {})
         if status.get("kind") != WORKER:
-            raise InputError(f"this run has no worker {name!r}")
+            return False
         self.draining[name] = status["session"]
         self.work.ring()
+        return True
 
     async def claim(self, request: Request) -> Any:
         """Claim slots, evaluations first; if there are none, wait for some."""
@@ -250,10 +255,14 @@ class RunService:
             raise InputError(f"{name!r} is not a method of rollout queues")
         hints, method = _hints(name), getattr(queue, name)
         given = await read_json(request)
+        sender = given.pop("trainer", None)
         if unknown := given.keys() - hints.keys():
             raise InputError(f"{name} has no argument {sorted(unknown)[0]}")
         arguments = {key: from_json(hints[key], value, f"{name}.{key}") for key, value in given.items()}
-        return method(**arguments, **({"now": self.clock.time()} if "now" in hints else {}))
+        arguments |= {"now": self.clock.time()} if "now" in hints else {}
+        if sender is None:
+            return method(**arguments)
+        return queue.apply_once(str(sender[0]), int(sender[1]), partial(method, **arguments))
 
     # ------------------------------------------------------------------------------------------ statuses
 

@@ -34,9 +34,9 @@ class HeartbeatReply:
     problem: str  # with them
 
 
-def drain_worker(client: RunClient, name: str) -> None:
-    """Have a worker claim no more slots, finish its rollouts and end. Asking twice is asking once."""
-    call(client, f"/workers/{name}/drain", {}, patience_s=0)
+def drain_worker(client: RunClient, name: str) -> bool:
+    """Have a worker claim no more slots, finish its rollouts and end; False if there is no such worker (any more)."""
+    return bool(call(client, f"/workers/{name}/drain", {}, patience_s=0))
 
 
 class WorkerClient:

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import json
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
@@ -38,10 +38,10 @@ from etude.harness.trace_store import unpack_trace
 from etude.inference import sampler_process
 from etude.inference.sampler_process import Fetched, Sampler
 from etude.inference.service import WeightSwap
-from etude.rl import loop, orchestrator
+from etude.rl import loop, orchestrator, trainer_process
 from etude.rl.learner import Learner, StepOrder, StepOutcome
 from etude.rl.loop import finish_publishing, learn
-from etude.rl.orchestrator import Orchestrator, RlTaskSets, check_queues, orchestrate, run_service
+from etude.rl.orchestrator import Orchestrator, RlTaskSets, check_queues, orchestrate
 from etude.rl.services import SAMPLER, TRAINER, WORKER, add_rl_services
 from etude.rl.settings import RlSettings
 from etude.rl.trainer_process import (
@@ -51,7 +51,9 @@ from etude.rl.trainer_process import (
     reporting_status,
     resumed_loop,
     seal_draft,
+    take_over,
 )
+from etude.rollouts import run_service
 from etude.rollouts.live_settings import LiveSettings
 from etude.rollouts.queue import RolloutQueue
 from etude.rollouts.queue_client import QueueClient
@@ -77,7 +79,7 @@ PROMPTS = 120
 TIMEOUT_S = 8.0  # of a request
 SHARD_BYTES = 64
 DETECTION_S = (1.0, 8.0)  # until the cluster knows that a node is gone
-PROGRESS_S = 4000.0  # within which the run must reach its steps once faults have stopped
+PROGRESS_S = 2000.0  # within which the run must reach its steps once faults have stopped
 DOWN_S = 60.0  # for which a service that died may be missing
 
 
@@ -119,7 +121,7 @@ class Plan:
             groups_per_step=rng.randint(1, 2),
             max_staleness=rng.choice([0, 1, 1, 2, 3]),
             in_flight=rng.randint(2, 8),
-            lease_s=rng.choice([10.0, 30.0]),
+            lease_s=rng.choice([6.0, 20.0]),
             full_every=rng.choice([1, 2, 3, 20]),
             keep=rng.randint(1, 2),
             checkpoint_every=rng.choice([1, 2, 3]),
@@ -144,7 +146,7 @@ class Plan:
             "lease_s": self.lease_s,
             "max_attempts": 1000,
             "checkpoint_every": self.checkpoint_every,
-            "stall_s": 600.0,
+            "stall_s": 240.0,
             "workers": self.workers_per_node,
             "device": "cpu",
             "sampler": {"count": self.samplers, "device": "cpu"},
@@ -158,10 +160,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Update:
-    """One gradient step that was taken somewhere: the traces that it learned from."""
+    """One gradient step that was taken somewhere: the traces that it learned from, and what was wrong with them."""
 
-    number: int
     traces: tuple[str, ...]
+    stale: str = ""
 
 
 def apply_update(weights: Mapping[str, torch.Tensor], step: int, update: int) -> None:
@@ -196,21 +198,22 @@ def same_weights(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tens
 class SimLearner(Learner):
     """A learner whose step only notes what it was given."""
 
-    def begin(self, run: SimulatedRun, process: SimProcess, updates: tuple[int, ...]) -> None:
-        self.run, self.process, self.updates = run, process, updates
+    def begin(self, run: SimulatedRun, process: SimProcess, updates: tuple[int, ...], session: str) -> None:
+        self.run, self.process, self.updates, self.session = run, process, updates, session
         self.weights = weights_of(updates, run.plan.steps)
 
     def step(self, order: StepOrder) -> StepOutcome:
         run, started = self.run, self.process.clock.monotonic()
         names = tuple(name for name, _ in order.rollouts or ())
-        for name in names:
-            run.check_staleness(name, self.load_trace(name), self.updates)
+        stale = [found for name in names if (found := run.staleness(name, self.load_trace(name), self.updates))]
         self.process.clock.sleep(run.rng.uniform(0.2, 1.0))
-        update = run.new_update(names)
+        update = len(run.updates) + 1
+        run.updates[update] = Update(names, "; ".join(stale))
         apply_update(self.weights, len(self.updates), update)
         self.updates = (*self.updates, update)
         self.trainer.step_count += 1
         run.say(self.process, f"step {self.trainer.step_count} is update {update} of {', '.join(names)}")
+        run.tempt(self.process)
         seconds = self.process.clock.monotonic() - started
         result = StepResult({"loss": 0.0}, {"model": 1.0}, False, len(names), len(names), seconds)
         return StepOutcome(result, 1.0, {}, len(names), 1.0)
@@ -232,13 +235,15 @@ class SimLearner(Learner):
         self.process.clock.sleep(run.rng.uniform(0.0, 0.5))
         seal_draft(draft, step)
         self.process.clock.sleep(run.rng.uniform(0.0, 0.1))
-        commit_checkpoint(run.layout, draft, step, self.settings, 0)
+        commit_checkpoint(run.layout, draft, step, self.settings, 0, self.session)
         run.say(self.process, f"checkpoint {step}")
+        run.tempt(self.process)
 
 
 def train(run: SimulatedRun, process: SimProcess) -> None:
     """The trainer process, as `trainer_process.lead`."""
     clock, layout, settings = process.clock, run.layout, run.settings
+    session = take_over(layout)
     found = intact_checkpoints(layout)
     updates = tuple(json.loads((found[-1][1] / "updates.json").read_text())) if found else ()
     clock.sleep(run.rng.uniform(0.2, 2.0))  # loads the model
@@ -270,10 +275,10 @@ def train(run: SimulatedRun, process: SimProcess) -> None:
         closing(open_client(layout)) as client,
     ):
         learner = SimLearner(settings, trainer, None, publisher, None, 0, load_trace)  # type: ignore[arg-type]
-        learner.begin(run, process, updates)
+        learner.begin(run, process, updates, session)
         learner.save = learner.write
         run.say(process, f"continues from step {len(updates)}")
-        loop = resumed_loop(layout, settings, learner, client)
+        loop = resumed_loop(layout, settings, learner, client, session)
         loop.report_status = report
         learn(loop)
         finish_publishing(loop)
@@ -328,7 +333,7 @@ def sample(run: SimulatedRun, process: SimProcess, name: str) -> None:
     sampler._record_loaded(first, backend.take(first).seconds)
     sampler.service = backend  # type: ignore[assignment]
     sampler._set_state("ready", "")
-    run.samplers[name] = backend
+    run.samplers.append(backend)
     sampler._follow(backend, backend.take)  # type: ignore[arg-type]
 
 
@@ -353,7 +358,7 @@ class SimWorker(Worker):
         reach = self.simulated.network.reaches
         found = [
             each
-            for _, each in sorted(self.simulated.samplers.items())
+            for each in self.simulated.samplers
             if each.process.alive and not each.process.paused_until > self.simulated.simulation.now
             if reach(self.process.host, each.process.host)
         ]
@@ -453,7 +458,8 @@ def serve(run: SimulatedRun, process: SimProcess) -> None:
     clock, layout = process.clock, run.layout
     clock.sleep(run.rng.uniform(0.1, 0.5))
     with open_queues(layout) as queues:
-        service = RunService(layout, queues, run.settings.workers, LiveSettings(layout, RolloutSettings), clock)
+        live = LiveSettings(layout, RolloutSettings)
+        service = RunService(layout, queues, run.settings.workers, live, clock)
 
         async def main() -> None:
             loop = asyncio.get_running_loop()
@@ -584,7 +590,7 @@ class SimulatedRun:
         self.joined = 0
         for number in range(plan.nodes):
             self.join(sees_run=number == 0)
-        self.samplers: dict[str, SimSampler] = {}
+        self.samplers: list[SimSampler] = []  # that have been ready
         self.started: list[SimServiceProcess] = []  # every process that was started
         self.head: SimProcess | None = None
         self.heads = 0
@@ -594,7 +600,8 @@ class SimulatedRun:
         # What has happened, to be compared with what the run says.
         self.updates: dict[int, Update] = {}
         self.published: dict[int, tuple[int, ...]] = {}
-        self.reported: list[tuple[int, int, int, str]] = []  # finished rollouts: slot, attempt, group, task
+        self.reported: list[tuple[int, int]] = []  # finished rollouts: slot and attempt
+        self.killed: Counter[str] = Counter()  # by service
 
     # -------------------------------------------------------------------------------------- helpers
 
@@ -652,7 +659,7 @@ class SimulatedRun:
             "etude.rollouts.run_service": partial(serve, self, process),
             "etude.rl.trainer_process": partial(train, self, process),
             "etude.inference.sampler_process": partial(sample, self, process, spec.name),
-            "etude.rollouts.worker": lambda: work(self, process, spec.name),
+            "etude.rollouts.worker": partial(work, self, process, spec.name),
         }
         self.say(process, "starts")
         process.on_end.append(lambda: self.say(process, f"ends: {process.code}"))
@@ -688,7 +695,7 @@ class SimulatedRun:
                 SimCluster(self, process) as cluster,
                 closing(StatusReader(layout, open_client, clock)) as statuses,
                 ServiceSupervisor(cluster, layout.logs, statuses, clock=clock) as services,
-                run_service(services, layout, open_client) as client,
+                orchestrator.run_service(services, layout, open_client) as client,
             ):
                 queues = {name: QueueClient(client, name, found) for name, found in load_queues(layout).items()}
                 holder = Orchestrator(
@@ -704,7 +711,7 @@ class SimulatedRun:
                     clock=clock,
                 )
                 services.on_death = holder.on_process_death
-                add_rl_services(services, layout, settings, ClusterSettings(), client.url)
+                add_rl_services(services, layout, holder.live.settings, ClusterSettings(), client.url)
                 self.supervisor = services
                 orchestrate(holder, services)
                 self.finished = True
@@ -747,19 +754,33 @@ class SimulatedRun:
 
     # -------------------------------------------------------------------------------------- what happens
 
-    def new_update(self, names: tuple[str, ...]) -> int:
-        number = len(self.updates) + 1
-        self.updates[number] = Update(number, names)
-        return number
-
     def note_publication(self, process: SimProcess, number: int, updates: tuple[int, ...]) -> None:
+        """Take note of a version; a trainer that was replaced may take a step, but publishes no weights."""
+        for update in updates:
+            if self.updates[update].stale:
+                raise SimulationFailed(self.updates[update].stale)
         if self.published.setdefault(number, updates) != updates:
             raise SimulationFailed(f"version {number} is of updates {updates}, and of {self.published[number]}")
         self.say(process, f"publishes version {number} (updates {list(updates)})")
+        self.tempt(process)
+
+    def tempt(self, process: SimProcess) -> None:
+        """Kill a process perhaps, just after it has done something."""
+        service = process.name.partition(".")[0]
+        if self.faulty("moments", 0.08) and self.killed[service] < MAX_KILLS:
+            self.killed[service] += 1
+            delay = self.rng.choice([0.0, 0.001, 0.02, 0.5]) * self.rng.random()
+            self.say(process, f"is killed in {delay:.4f} s")
+            if delay:
+                self.simulation.later(delay, process.kill)
+            else:
+                process.kill()
+                self.simulation.check()
 
     def note_finished(self, process: SimProcess, slot: Any) -> None:
         self.say(process, f"finished slot {slot.id}, attempt {slot.attempt}")
-        self.reported.append((slot.id, slot.attempt, slot.group, slot.task))
+        self.reported.append((slot.id, slot.attempt))
+        self.tempt(process)
 
     # -------------------------------------------------------------------------------------- invariants at all times
 
@@ -771,15 +792,16 @@ class SimulatedRun:
         if not same_weights(sampler.weights, expected):
             raise SimulationFailed(f"{sampler.process.name}: its weights are not those of version {sampler.version}")
 
-    def check_staleness(self, name: str, trace: Trace, updates: tuple[int, ...]) -> None:
-        """No token is trained on more than max_staleness updates from the weights that sampled it."""
+    def staleness(self, name: str, trace: Trace, updates: tuple[int, ...]) -> str:
+        """No token is trained on more than max_staleness updates from the weights that sampled it: return which is."""
         for version in set(trace.segments[0].versions.tolist()):
             distance = len(set(self.published[version]) ^ set(updates))
             if distance > self.plan.max_staleness:
-                raise SimulationFailed(
+                return (
                     f"{name}: a token of version {version} (updates {self.published[version]}) is trained with the "
                     f"weights of {updates}: staleness {distance}, limit {self.plan.max_staleness}"
                 )
+        return ""
 
 
 # ------------------------------------------------------------------------------------------ invariants at the end
@@ -813,13 +835,14 @@ def check(run: SimulatedRun) -> None:
     expect(all(each.step is None or each.step <= plan.steps for each in groups.values()), "a step that was not taken")
     # Nothing finished is lost: it was trained on, is still there, or became too stale.
     stale = Counter((each.task, each.number) for each in incidents if each.kind == "stale")
-    last: dict[int, int] = {}
-    for id, attempt, _, _ in run.reported:
-        last[id] = max(attempt, last.get(id, 0))
-    for id, attempt in last.items():
+    finished: defaultdict[int, set[int]] = defaultdict(set)
+    for id, attempt in run.reported:
+        finished[id].add(attempt)
+    for id, attempts in finished.items():
         slot = slots[id]
-        kept = slot.state == "ready" and slot.attempt == attempt and slot.trace in run.buckets[ROLLOUTS].objects
-        expect(kept or bool(stale[slot.task, slot.number]), f"finished slot {id}, attempt {attempt} is lost: {slot}")
+        kept = slot.state == "ready" and slot.attempt in attempts and slot.trace in run.buckets[ROLLOUTS].objects
+        lost = len(attempts) - kept - stale[slot.task, slot.number]
+        expect(lost <= 0, f"of the finished attempts {attempts} of slot {id}, {lost} are lost: {slot}")
     expect(len(slots) == len(groups) * plan.group_size == sum(counts.values()), "slots are missing")
     if not plan.faults:
         expect(not incidents, f"without faults: {incidents}")
@@ -840,8 +863,10 @@ def group_of(trace: str) -> int:
 
 FAULTS: tuple[str, ...] = (
     "kills",
+    "moments",
     "nodes",
     "isolation",
+    "freezes",
     "pauses",
     "head",
     "partitions",
@@ -862,7 +887,6 @@ class Chaos:
     """What goes wrong."""
 
     world: SimulatedRun
-    killed: Counter[str] = field(default_factory=Counter)
     missing: dict[str, float] = field(default_factory=dict)  # services that are not running, and since when
 
     def run(self) -> None:
@@ -908,11 +932,11 @@ class Chaos:
         return [each for each in self.world.started if each.process is not None and each.process.alive]
 
     def victims(self) -> list[SimServiceProcess]:
-        return [each for each in self.alive() if self.killed[each.spec.name] < MAX_KILLS]
+        return [each for each in self.alive() if self.world.killed[each.spec.name] < MAX_KILLS]
 
     def do_kill(self, each: SimServiceProcess) -> None:
         assert each.process is not None
-        self.killed[each.spec.name] += 1
+        self.world.killed[each.spec.name] += 1
         self.say(f"kills {each.process.name}")
         each.process.kill()
 
@@ -948,14 +972,27 @@ class Chaos:
 
     def isolation(self) -> None:
         """A node is cut off for so long that the cluster gives it up; it ends what it runs when it is back."""
+        if (lost := self.lose("is cut off")) is not None:
+            node, seconds = lost
+            self.world.network.isolated(node.host, self.world.home, seconds)
+
+    def freezes(self) -> None:
+        """The same, by a node that stands still for a while."""
+        if (lost := self.lose("stands still")) is not None:
+            node, seconds = lost
+            for each in self.alive():
+                if each.place is node and each.process is not None:
+                    each.process.paused_until = self.world.simulation.now + seconds
+
+    def lose(self, how: str) -> tuple[SimNode, float] | None:
+        """Have the cluster give up a node that is back later; return it, and for how many seconds it is away."""
         world, rng = self.world, self.world.rng
         found = [node for node in world.nodes[1:] if node.gone_at is None]
         if not found:
-            return
+            return None
         node, seconds = rng.choice(found), rng.uniform(5, 40)
-        self.say(f"node {node.id} is cut off for {seconds:.0f} s")
+        self.say(f"node {node.id} {how} for {seconds:.0f} s")
         node.gone_at = world.simulation.now + rng.uniform(*DETECTION_S)
-        world.network.isolated(node.host, world.home, seconds)
 
         def back() -> None:
             for each in world.started:
@@ -964,21 +1001,21 @@ class Chaos:
             self.replace(node)
 
         world.simulation.later(seconds + rng.uniform(0, 4), back)
+        return node, seconds
 
     def head(self) -> None:
         """The process that holds the run is killed, and all services with it."""
         world = self.world
-        if world.head is not None and world.head.alive and self.killed["head"] < 2:
-            self.killed["head"] += 1
+        if world.head is not None and world.head.alive and self.world.killed["head"] < 2:
+            self.world.killed["head"] += 1
             self.say("kills the process that holds the run")
             world.head.kill()
 
     def partitions(self) -> None:
         world, rng = self.world, self.world.rng
-        hosts = [node.host for node in world.nodes if node.host.up] + [STORE]
-        if len(hosts) > 2:
-            one, other = rng.sample(hosts, 2)
-            seconds = rng.uniform(1, 30)
+        hosts = [node.host for node in world.nodes[1:] if node.host.up]
+        if hosts:
+            one, other, seconds = rng.choice([world.home, STORE]), rng.choice(hosts), rng.uniform(1, 40)
             self.say(f"{one.name} and {other.name} do not reach each other for {seconds:.0f} s")
             world.network.isolated(one, other, seconds)
 
@@ -1032,8 +1069,14 @@ class Chaos:
 
 def quick(replace: Callable[[Any, str, Any], None]) -> None:
     """Have the parts look less often than in a real run: most looks see nothing new."""
-    replace(loop, "POLL_S", 0.25)
-    replace(orchestrator, "TICK_S", 0.5)
+    for module, name, seconds in (
+        (loop, "POLL_S", 0.5),
+        (orchestrator, "TICK_S", 1.0),
+        (trainer_process, "STATUS_S", 2.0),
+        (sampler_process, "REPORT_S", 2.0),
+        (run_service, "HEARTBEAT_S", 3.0),
+    ):
+        replace(module, name, seconds)
     replace(sampler_process, "say", lambda *text, **options: None)
 
 

@@ -126,6 +126,13 @@ BUGS: dict[str, tuple[Change, ...]] = {
     "trainer: groups are marked as trained after the checkpoint": (
         change(loop, "learn", (MARK, ""), (CHECKPOINT, CHECKPOINT + MARK)),
     ),
+    "queue: a request of a trainer that was replaced is applied": (
+        change(RolloutQueue, "apply_once", ("if session != present:", "if False:")),
+        change(trainer_process, "check_session", ("!= session", "== ''")),
+    ),
+    "queue: a request that comes late is applied": (
+        change(RolloutQueue, "apply_once", ("if request < last:", "if False:"), ("if request > last:", "if True:")),
+    ),
     "trainer: the queue does not go back with it": (
         change(trainer_process, "resumed_loop", ("    queue.rewind(trainer.step_count)\n", "")),
     ),
