@@ -198,7 +198,7 @@ def same_weights(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tens
 class SimLearner(Learner):
     """A learner whose step only notes what it was given."""
 
-    def begin(self, run: SimulatedRun, process: SimProcess, updates: tuple[int, ...], session: str) -> None:
+    def begin(self, run: SimulatedRun, process: SimProcess, updates: tuple[int, ...], session: int) -> None:
         self.run, self.process, self.updates, self.session = run, process, updates, session
         self.weights = weights_of(updates, run.plan.steps)
 
@@ -243,10 +243,6 @@ class SimLearner(Learner):
 def train(run: SimulatedRun, process: SimProcess) -> None:
     """The trainer process, as `trainer_process.lead`."""
     clock, layout, settings = process.clock, run.layout, run.settings
-    session = take_over(layout)
-    found = intact_checkpoints(layout)
-    updates = tuple(json.loads((found[-1][1] / "updates.json").read_text())) if found else ()
-    clock.sleep(run.rng.uniform(0.2, 2.0))  # loads the model
     open_client = run.client_factory(process)
     weights, traces = run.store(process, WEIGHTS), run.store(process, ROLLOUTS)
 
@@ -260,7 +256,6 @@ def train(run: SimulatedRun, process: SimProcess) -> None:
                 raise SimulationFailed(f"the trace {name} of a finished rollout is lost")
             return unpack_trace(data, name)
 
-    trainer = SimpleNamespace(step_count=len(updates), mesh=None)
     with (
         closing(StatusReader(layout, open_client, clock)) as statuses,
         reporting_status(statuses) as report,
@@ -274,11 +269,16 @@ def train(run: SimulatedRun, process: SimProcess) -> None:
         ) as publisher,
         closing(open_client(layout)) as client,
     ):
+        queues, session = take_over(layout, client)
+        found = intact_checkpoints(layout)
+        updates = tuple(json.loads((found[-1][1] / "updates.json").read_text())) if found else ()
+        clock.sleep(run.rng.uniform(0.2, 2.0))  # loads the model
+        trainer = SimpleNamespace(step_count=len(updates), mesh=None)
         learner = SimLearner(settings, trainer, None, publisher, None, 0, load_trace)  # type: ignore[arg-type]
         learner.begin(run, process, updates, session)
         learner.save = learner.write
         run.say(process, f"continues from step {len(updates)}")
-        loop = resumed_loop(layout, settings, learner, client, session)
+        loop = resumed_loop(layout, settings, learner, queues, session)
         loop.report_status = report
         learn(loop)
         finish_publishing(loop)

@@ -128,7 +128,7 @@ BUGS: dict[str, tuple[Change, ...]] = {
     ),
     "queue: a request of a trainer that was replaced is applied": (
         change(RolloutQueue, "apply_once", ("if session != present:", "if False:")),
-        change(trainer_process, "check_session", ("!= session", "== ''")),
+        change(trainer_process, "check_session", ("!= session", "== 0")),
     ),
     "queue: a request that comes late is applied": (
         change(RolloutQueue, "apply_once", ("if request < last:", "if False:"), ("if request > last:", "if True:")),
