@@ -62,6 +62,7 @@ from etude.rollouts.run_queues import open_queues
 from etude.rollouts.run_service import RunService
 from etude.rollouts.sampler_pool import SamplersUnavailable
 from etude.rollouts.settings import RolloutSettings, load_queues
+from etude.rollouts.stored_traces import attempt_of
 from etude.rollouts.worker import ClaimedSlot, Worker, WorkerConfig
 from etude.runs.address import run_token
 from etude.runs.client import RunClient
@@ -843,6 +844,9 @@ def check(run: SimulatedRun) -> None:
         kept = slot.state == "ready" and slot.attempt in attempts and slot.trace in run.buckets[ROLLOUTS].objects
         lost = len(attempts) - kept - stale[slot.task, slot.number]
         expect(lost <= 0, f"of the finished attempts {attempts} of slot {id}, {lost} are lost: {slot}")
+    for slot in slots.values():
+        own = slot.state != "ready" or attempt_of(slot.trace) == (slot.number, slot.attempt)
+        expect(own, f"slot {slot.id} has the trace of another attempt: {slot}")
     expect(len(slots) == len(groups) * plan.group_size == sum(counts.values()), "slots are missing")
     if not plan.faults:
         expect(not incidents, f"without faults: {incidents}")
@@ -946,8 +950,11 @@ class Chaos:
             self.do_kill(next(each for each in reversed(found) if each.spec.name == name))
 
     def pauses(self) -> None:
-        if found := self.alive():
-            each, seconds = self.world.rng.choice(found), self.world.rng.uniform(1, 45)
+        rng, found = self.world.rng, self.alive()
+        if rng.random() < 0.5:
+            found = [each for each in found if each.spec.name.startswith(WORKER)]
+        if found:
+            each, seconds = rng.choice(found), rng.uniform(1, 45)
             assert each.process is not None
             self.say(f"stops {each.process.name} for {seconds:.0f} s")
             each.process.paused_until = self.world.simulation.now + seconds
