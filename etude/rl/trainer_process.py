@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,8 +46,9 @@ from etude.rl.objective import PolicyGradient
 from etude.rl.services import TRAINER
 from etude.rl.settings import OBJECTIVES, RlSettings, open_rl_run
 from etude.rollouts.live_settings import LiveSettings, differing, record_changes
+from etude.rollouts.queue import REPLACED
 from etude.rollouts.queue_client import AnyQueue, QueueClient
-from etude.rollouts.settings import load_evaluation, load_queues
+from etude.rollouts.settings import QueueName, load_evaluation, load_queues
 from etude.rollouts.stored_traces import StoredTraces
 from etude.runs.client import RunClient
 from etude.runs.layout import RunLayout
@@ -121,19 +121,45 @@ def joined_mesh(settings: RlSettings) -> Iterator[TrainingMesh | None]:
 @contextmanager
 def open_loop(layout: RunLayout, settings: RlSettings, mesh: TrainingMesh | None = None) -> Iterator[RlLoop]:
     """Give the learning loop, restored from the newest intact checkpoint, with its weights being published."""
-    with (
-        open_learner(layout, settings, mesh, session := take_over(layout)) as learner,
-        closing(RunClient.beside(layout, on_problem=say_problem)) as client,
-    ):
-        yield resumed_loop(layout, settings, learner, client, session)
+    with closing(RunClient.beside(layout, on_problem=say_problem)) as client:
+        queues, session = take_over(layout, client)
+        with open_learner(layout, settings, mesh, session) as learner:
+            yield resumed_loop(layout, settings, learner, queues, session)
 
 
-def resumed_loop(layout: RunLayout, settings: RlSettings, learner: Learner, client: RunClient, session: str) -> RlLoop:
-    """Return the loop that continues with a learner; the queues go back to its step, and its weights are published."""
+def take_over(layout: RunLayout, client: RunClient) -> tuple[dict[QueueName, QueueClient], int]:
+    """Begin a session of the trainer; return the queues, and its number.
+
+    An earlier trainer may still run, on a node that the cluster has given up: from now on nothing that it asks of the
+    queues is done, and it writes no checkpoint of a step that will be taken again. The file is on the disk of the
+    checkpoints: the trainer that has written it last has the highest number, in whatever order their requests arrive.
+    """
     client.connect()
-    queues = {name: QueueClient(client, name, found, session) for name, found in load_queues(layout).items()}
-    for each in queues.values():
-        each.begin_session()
+    queues = {name: QueueClient(client, name, found) for name, found in load_queues(layout).items()}
+    known = [queue.trainer_session() for queue in queues.values()]
+    with suppress(FileNotFoundError):
+        known.append(int(layout.trainer_session.read_text(encoding="ascii")))
+    session = max(known) + 1
+    write_atomically(layout.trainer_session, str(session))
+    for queue in queues.values():
+        queue.begin_session(session)
+    return queues, session
+
+
+def check_session(layout: RunLayout, session: int) -> None:
+    """Raise EtudeError if a later session of the trainer has begun."""
+    if int(layout.trainer_session.read_text(encoding="ascii")) != session:
+        raise EtudeError(REPLACED)
+
+
+def resumed_loop(
+    layout: RunLayout,
+    settings: RlSettings,
+    learner: Learner,
+    queues: Mapping[QueueName, QueueClient],
+    session: int,
+) -> RlLoop:
+    """Return the loop that continues with a learner; the queues go back to its step, and its weights are published."""
     queue, evaluations, every = queues["training"], None, 0
     if evaluation := load_evaluation(layout):
         every, evaluations = evaluation.every, queues["evaluation"]
@@ -159,7 +185,7 @@ def resumed_loop(layout: RunLayout, settings: RlSettings, learner: Learner, clie
         validate_every=every,
         blocked_by=evaluation_blocker(evaluations, partial(blocking_evaluation, settings, every, trainer)),
         record_step=partial(record_step, layout, session),
-        clock=client.clock,
+        clock=learner.publisher.clock,
     )
     publish(loop)
     return loop
@@ -167,7 +193,7 @@ def resumed_loop(layout: RunLayout, settings: RlSettings, learner: Learner, clie
 
 @contextmanager
 def open_learner(
-    layout: RunLayout, settings: RlSettings, mesh: TrainingMesh | None, session: str = ""
+    layout: RunLayout, settings: RlSettings, mesh: TrainingMesh | None, session: int = 0
 ) -> Iterator[Learner]:
     """Give this rank of the trainer, restored from the newest intact checkpoint; the first one has a `session`."""
     trainer = open_trainer(layout, settings, mesh)
@@ -382,22 +408,6 @@ def reporting_status(statuses: StatusReader) -> Iterator[Callable[..., None]]:
 # ------------------------------------------------------------------------------------------ checkpoints
 
 
-def take_over(layout: RunLayout) -> str:
-    """Begin a session of the trainer and return it: an earlier one that still runs somewhere writes nothing any more.
-
-    That of a node which the cluster had given up would leave the checkpoint of a step that is taken again.
-    """
-    session = secrets.token_hex(8)
-    write_atomically(layout.trainer_session, session)
-    return session
-
-
-def check_session(layout: RunLayout, session: str) -> None:
-    """Raise EtudeError if another session of the trainer has begun."""
-    if layout.trainer_session.read_text(encoding="ascii") != session:
-        raise EtudeError("this trainer was replaced: another process trains the run")
-
-
 def checkpoints(layout: RunLayout) -> list[tuple[int, Path]]:
     """Return the trainer's checkpoints with their steps, oldest first."""
     return sorted((int(path.name), path) for path in layout.trainer.glob("[0-9]*") if path.name.isdigit())
@@ -425,7 +435,7 @@ def _digest(checkpoint: Path) -> str:
 
 
 def write_checkpoint(
-    layout: RunLayout, trainer: Trainer, tokenizer: Tokenizer, settings: RlSettings, validate_every: int, session: str
+    layout: RunLayout, trainer: Trainer, tokenizer: Tokenizer, settings: RlSettings, validate_every: int, session: int
 ) -> None:
     """Write a checkpoint under a temporary name, rename it when it is complete, and delete old ones.
 
@@ -457,7 +467,7 @@ def seal_draft(draft: Path, step: int) -> None:
 
 
 def commit_checkpoint(
-    layout: RunLayout, draft: Path, step: int, settings: RlSettings, validate_every: int, session: str
+    layout: RunLayout, draft: Path, step: int, settings: RlSettings, validate_every: int, session: int
 ) -> None:
     """Give a complete checkpoint its name, and delete old ones; EtudeError if another process trains the run now."""
     check_session(layout, session)
@@ -474,7 +484,7 @@ def new_draft(draft: Path) -> None:
     draft.mkdir(parents=True)
 
 
-def record_step(layout: RunLayout, session: str, step: int, facts: dict[str, Any]) -> None:
+def record_step(layout: RunLayout, session: int, step: int, facts: dict[str, Any]) -> None:
     """Write the facts of a step; durably, because the checkpoint that follows it is durable too."""
     check_session(layout, session)
     write_atomically(layout.step_file(step), json.dumps(facts), durable=True)

@@ -41,6 +41,7 @@ from etude.rollouts.step_choice import GroupAge, choose_groups
 
 SlotState = Literal["queued", "starting", "running", "grading", "ready"]
 REQUEUE = "state='queued', worker='', lease=0"
+REPLACED = "this trainer was replaced: another process trains the run"
 CLAIMED_BY = "worker = ? AND worker != ''"  # as the index of workers needs it
 
 
@@ -324,13 +325,20 @@ class RolloutQueue(QueueReader):
 
     # ------------------------------------------------------------------------------------------ the trainer
 
-    def begin_session(self, session: str) -> None:
-        """Begin a session of the trainer: from now on requests of earlier ones are refused."""
-        with self._transaction() as db:
-            if self._trainer()[0] != session:  # else asked twice
+    def trainer_session(self) -> int:
+        """Return the number of the trainer's present session; 0 before the first."""
+        return self._trainer()[0]
+
+    def begin_session(self, session: int) -> None:
+        """Begin a session of the trainer: from now on requests of those with lower numbers are refused."""
+        with self._transaction(durable=True) as db:
+            present, *_ = self._trainer()
+            if session < present:
+                raise SupersededWorker(REPLACED)
+            if session > present:  # else asked twice
                 db.execute("INSERT OR REPLACE INTO plan VALUES ('trainer', ?)", (json.dumps((session, 0, None)),))
 
-    def apply_once(self, session: str, request: int, apply: Callable[[], Any]) -> Any:
+    def apply_once(self, session: int, request: int, apply: Callable[[], Any]) -> Any:
         """Apply a numbered request of the trainer's session; return its result, also when it is asked again.
 
         A request may arrive long after its sender has died, or has sent others: it is refused. A late `rewind` would
@@ -338,7 +346,7 @@ class RolloutQueue(QueueReader):
         """
         present, last, result = self._trainer()
         if session != present:
-            raise SupersededWorker("this trainer was replaced: another process trains this run")
+            raise SupersededWorker(REPLACED)
         if request < last:
             raise SupersededWorker(f"request {request} of the trainer comes late: {last} was handled before")
         if request > last:
@@ -347,10 +355,10 @@ class RolloutQueue(QueueReader):
                 db.execute("UPDATE plan SET value=? WHERE key='trainer'", (json.dumps((session, request, result)),))
         return result
 
-    def _trainer(self) -> tuple[str, int, Any]:
+    def _trainer(self) -> tuple[int, int, Any]:
         """Return the trainer's session, its last request, and the result of that."""
         row = self._db.execute("SELECT value FROM plan WHERE key='trainer'").fetchone()
-        return tuple(json.loads(row["value"])) if row is not None else ("", 0, None)
+        return tuple(json.loads(row["value"])) if row is not None else (0, 0, None)
 
     def ready(self, step: int) -> list[ReadyGroup]:
         """Return the groups that are complete and not too stale for the trainer at `step`, the stalest first."""

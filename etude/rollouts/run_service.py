@@ -75,6 +75,7 @@ QUEUE_METHODS = frozenset(
             "offer",
             "awaited_tasks",
             "judge",
+            "trainer_session",
             "begin_session",
             "mark_trained",
             "record_version",
@@ -262,7 +263,7 @@ class RunService:
         arguments |= {"now": self.clock.time()} if "now" in hints else {}
         if sender is None:
             return method(**arguments)
-        return queue.apply_once(str(sender[0]), int(sender[1]), partial(method, **arguments))
+        return queue.apply_once(int(sender[0]), int(sender[1]), partial(method, **arguments))
 
     # ------------------------------------------------------------------------------------------ statuses
 

@@ -62,6 +62,7 @@ from etude.rollouts.run_queues import open_queues
 from etude.rollouts.run_service import RunService
 from etude.rollouts.sampler_pool import SamplersUnavailable
 from etude.rollouts.settings import RolloutSettings, load_queues
+from etude.rollouts.stored_traces import attempt_of
 from etude.rollouts.worker import ClaimedSlot, Worker, WorkerConfig
 from etude.runs.address import run_token
 from etude.runs.client import RunClient
@@ -198,7 +199,7 @@ def same_weights(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tens
 class SimLearner(Learner):
     """A learner whose step only notes what it was given."""
 
-    def begin(self, run: SimulatedRun, process: SimProcess, updates: tuple[int, ...], session: str) -> None:
+    def begin(self, run: SimulatedRun, process: SimProcess, updates: tuple[int, ...], session: int) -> None:
         self.run, self.process, self.updates, self.session = run, process, updates, session
         self.weights = weights_of(updates, run.plan.steps)
 
@@ -243,10 +244,6 @@ class SimLearner(Learner):
 def train(run: SimulatedRun, process: SimProcess) -> None:
     """The trainer process, as `trainer_process.lead`."""
     clock, layout, settings = process.clock, run.layout, run.settings
-    session = take_over(layout)
-    found = intact_checkpoints(layout)
-    updates = tuple(json.loads((found[-1][1] / "updates.json").read_text())) if found else ()
-    clock.sleep(run.rng.uniform(0.2, 2.0))  # loads the model
     open_client = run.client_factory(process)
     weights, traces = run.store(process, WEIGHTS), run.store(process, ROLLOUTS)
 
@@ -260,7 +257,6 @@ def train(run: SimulatedRun, process: SimProcess) -> None:
                 raise SimulationFailed(f"the trace {name} of a finished rollout is lost")
             return unpack_trace(data, name)
 
-    trainer = SimpleNamespace(step_count=len(updates), mesh=None)
     with (
         closing(StatusReader(layout, open_client, clock)) as statuses,
         reporting_status(statuses) as report,
@@ -274,11 +270,16 @@ def train(run: SimulatedRun, process: SimProcess) -> None:
         ) as publisher,
         closing(open_client(layout)) as client,
     ):
+        queues, session = take_over(layout, client)
+        found = intact_checkpoints(layout)
+        updates = tuple(json.loads((found[-1][1] / "updates.json").read_text())) if found else ()
+        clock.sleep(run.rng.uniform(0.2, 2.0))  # loads the model
+        trainer = SimpleNamespace(step_count=len(updates), mesh=None)
         learner = SimLearner(settings, trainer, None, publisher, None, 0, load_trace)  # type: ignore[arg-type]
         learner.begin(run, process, updates, session)
         learner.save = learner.write
         run.say(process, f"continues from step {len(updates)}")
-        loop = resumed_loop(layout, settings, learner, client, session)
+        loop = resumed_loop(layout, settings, learner, queues, session)
         loop.report_status = report
         learn(loop)
         finish_publishing(loop)
@@ -843,6 +844,9 @@ def check(run: SimulatedRun) -> None:
         kept = slot.state == "ready" and slot.attempt in attempts and slot.trace in run.buckets[ROLLOUTS].objects
         lost = len(attempts) - kept - stale[slot.task, slot.number]
         expect(lost <= 0, f"of the finished attempts {attempts} of slot {id}, {lost} are lost: {slot}")
+    for slot in slots.values():
+        own = slot.state != "ready" or attempt_of(slot.trace) == (slot.number, slot.attempt)
+        expect(own, f"slot {slot.id} has the trace of another attempt: {slot}")
     expect(len(slots) == len(groups) * plan.group_size == sum(counts.values()), "slots are missing")
     if not plan.faults:
         expect(not incidents, f"without faults: {incidents}")
@@ -946,8 +950,11 @@ class Chaos:
             self.do_kill(next(each for each in reversed(found) if each.spec.name == name))
 
     def pauses(self) -> None:
-        if found := self.alive():
-            each, seconds = self.world.rng.choice(found), self.world.rng.uniform(1, 45)
+        rng, found = self.world.rng, self.alive()
+        if rng.random() < 0.5:
+            found = [each for each in found if each.spec.name.startswith(WORKER)]
+        if found:
+            each, seconds = rng.choice(found), rng.uniform(1, 45)
             assert each.process is not None
             self.say(f"stops {each.process.name} for {seconds:.0f} s")
             each.process.paused_until = self.world.simulation.now + seconds
