@@ -117,10 +117,16 @@ class RolloutQueue(QueueReader):
                     db.executemany("INSERT INTO slots (grp, number, expected) VALUES (?, ?, ?)", rows)
         return added
 
-    def set_served_step(self, step: int) -> None:
-        """Record that all samplers have the weights of this step: rollouts claimed from now on are not older."""
+    def set_served_step(self, step: int, newest: int | None = None) -> None:
+        """Record that all samplers have the weights of this step: rollouts claimed from now on are not older.
+
+        `newest` is the step of the newest weights that any of them has. While even these are too old to train on,
+        because the store cannot be read say, no slot can be claimed.
+        """
         with self._transaction() as db:
-            db.execute("INSERT OR REPLACE INTO plan VALUES ('served', ?)", (str(step),))
+            for key, value in (("served", step), ("served_newest", newest)):
+                if value is not None:
+                    db.execute("INSERT OR REPLACE INTO plan VALUES (?, ?)", (key, str(value)))
 
     # ------------------------------------------------------------------------------------------ workers
 
@@ -460,7 +466,7 @@ class RolloutQueue(QueueReader):
                         newest = COALESCE({OLDEST_STEP % (LAST_VERSION, LAST_VERSION)}, newest)
                     WHERE reward IS NOT NULL AND fate = 'open'"""
             )
-            served = "UPDATE plan SET value = 2 * ? - value WHERE key='served' AND CAST(value AS INTEGER) > ?"
+            served = "UPDATE plan SET value = 2 * ? - value WHERE key LIKE 'served%' AND CAST(value AS INTEGER) > ?"
             db.execute(served, (step, step))
             return back
 

@@ -52,8 +52,8 @@ class QueueClient:
         body = {"tasks": list(tasks), "size": size, "max_uses": max_uses}
         return int(call(self.client, f"/queues/{self.name}/add", body, patience_s=0))
 
-    def set_served_step(self, step: int) -> None:
-        self._call("set_served_step", None, step=step)
+    def set_served_step(self, step: int, newest: int | None = None) -> None:
+        self._call("set_served_step", None, step=step, newest=newest)
 
     def groups_to_start(self, *, fresh: bool = True, steps_left: int | None = None) -> int:
         return cast(int, self._call("groups_to_start", int, fresh=fresh, steps_left=steps_left))

@@ -328,6 +328,20 @@ def test_idle_workers_wait_in_the_service_and_the_longest_waiting_is_served_firs
     assert "w-2" in order
 
 
+def test_workers_that_the_run_has_not_started_share_the_rollouts(
+    service: RunService, client: RunClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("etude.rollouts.run_service.LOOKUP_S", -1.0)
+    service.workers = 0
+    shares = []
+    for name in ("w-0", "w-1", "w-2", "w-0"):
+        body = {"session": "one", "answered": 0, "held": {}, "status": {"state": "waiting"}}
+        shares.append(call(client, f"/workers/{name}/heartbeat", body)["max_rollouts"])
+    assert shares == [100, 50, 34, 34]
+    monkeypatch.setattr("etude.rollouts.run_service.ABSENT_S", -1.0)  # all are gone
+    assert service.share() == 100
+
+
 # ------------------------------------------------------------------------------------------- kills
 
 
