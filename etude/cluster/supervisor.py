@@ -8,7 +8,6 @@ if it belongs to that node, not again.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from typing import ClassVar, Protocol
 from etude.cluster.cluster import Cluster, Exit, Node, Resources, ServiceProcess, ServiceSpec
 from etude.errors import EtudeError, InputError
 from etude.runs.service_status import ServiceStatus
+from etude.system.clock import MACHINE_CLOCK, Clock
 
 SILENCE_S = 120.0  # a process without a status for so long is killed; loading torch alone may take 30 s
 DEATH_WINDOW_S = 300.0  # seconds after which a death no longer counts
@@ -98,7 +98,7 @@ class ServiceSupervisor:
         logs: Path,
         statuses: Statuses,
         on_death: Callable[[str, str], None] = lambda name, reason: None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = MACHINE_CLOCK,
     ) -> None:
         self.cluster, self.logs, self.statuses, self.on_death, self.clock = cluster, logs, statuses, on_death, clock
         self.services: dict[str, Service] = {}
@@ -130,7 +130,7 @@ class ServiceSupervisor:
                 continue
             if service.processes:
                 self._watch(service)
-            elif self.clock() >= service.restart_at:
+            elif self.clock.monotonic() >= service.restart_at:
                 self._start(service)
 
     def stop(self, *names: str) -> None:
@@ -139,9 +139,9 @@ class ServiceSupervisor:
         processes = [process for service in stopped for process in service.processes]
         for process in processes:
             process.terminate()
-        deadline = time.monotonic() + STOP_S
-        while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
-            time.sleep(POLL_S)
+        deadline = self.clock.monotonic() + STOP_S
+        while any(process.poll() is None for process in processes) and self.clock.monotonic() < deadline:
+            self.clock.sleep(POLL_S)
             self.cluster.update()
         for service in stopped:
             self._end_processes(service)
@@ -179,7 +179,7 @@ class ServiceSupervisor:
 
     def _watch(self, service: Service) -> None:
         """Look at the processes of a service: finished, dead or silent."""
-        spec, now = service.spec, self.clock()
+        spec, now = service.spec, self.clock.monotonic()
         exits = {rank: ended for rank, process in enumerate(service.processes) if (ended := process.poll())}
         failed = {rank: ended for rank, ended in exits.items() if not (ended.code == 0 and spec.finishes)}
         if failed:
@@ -202,7 +202,7 @@ class ServiceSupervisor:
 
     def _on_process_death(self, service: Service, rank: int, ended: Exit) -> None:
         """End what is left of a service, and say when it is started again; ServiceFailed if that would not help."""
-        spec, now = service.spec, self.clock()
+        spec, now = service.spec, self.clock.monotonic()
         self._end_processes(service)
         service.deaths = [when for when in service.deaths if now - when < DEATH_WINDOW_S]
         service.deaths += [] if ended.node_lost else [now]
@@ -237,7 +237,7 @@ class ServiceSupervisor:
         for each in self._on_nodes:
             nodes = {node.id: node for node in self.cluster.nodes(each.resources)}
             each.nodes &= nodes.keys()
-            for id in nodes.keys() - each.nodes:
+            for id in sorted(nodes.keys() - each.nodes):
                 for number in range(each.started, each.started + each.per_node):
                     self.add(each.spec_of(f"{each.kind}-{number}", nodes[id], each.per_node * len(nodes)))
                 each.started += each.per_node

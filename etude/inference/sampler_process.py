@@ -15,11 +15,11 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,12 +28,13 @@ from etude.errors import EtudeError, InputError
 from etude.inference import server
 from etude.inference.backends.backend import SamplerBackend, SamplerService
 from etude.inference.backends.engine_backend import EngineBackend
-from etude.inference.service import EngineBroken
+from etude.inference.service import EngineBroken, WeightSwap
 from etude.inference.settings import SamplerRunSettings
 from etude.inference.weight_update import check_finite
 from etude.runs.address import TOKEN_VARIABLE
 from etude.runs.member import RunMember, open_member
 from etude.runs.service_status import SAMPLER
+from etude.system.clock import MACHINE_CLOCK, Clock
 from etude.system.http import bind
 from etude.system.processes import die_with_parent, parent_process
 from etude.system.terminal import say
@@ -53,14 +54,14 @@ STUCK_S = 300.0  # without a step while there are requests; a first step may com
 class MeteredObjectStore(ObjectStore):
     """Another object store, of which the time and bytes of reads are counted."""
 
-    def __init__(self, store: ObjectStore) -> None:
-        self.url, self.directory, self._store = store.url, store.directory, store
+    def __init__(self, store: ObjectStore, clock: Clock) -> None:
+        self.url, self.directory, self._store, self._clock = store.url, store.directory, store, clock
         self.seconds, self.size = 0.0, 0
 
     def get(self, name: str) -> bytes | None:
-        started = time.perf_counter()
+        started = self._clock.monotonic()
         data = self._store.get(name)
-        self.seconds += time.perf_counter() - started
+        self.seconds += self._clock.monotonic() - started
         self.size += len(data or b"")
         return data
 
@@ -82,8 +83,8 @@ class Fetched:
 class VersionFollower:
     """Reads new weight versions from the store, and records why the newest cannot be used."""
 
-    def __init__(self, bucket: MeteredObjectStore) -> None:
-        self.bucket = bucket
+    def __init__(self, store: ObjectStore, clock: Clock = MACHINE_CLOCK) -> None:
+        self.bucket, self.clock = MeteredObjectStore(store, clock), clock
         self.problem = ""  # why the newest version is not in use
         self._current: tuple[Version, WeightState] | None = None  # base of the next delta, usable or not
         self._rejected = ""
@@ -91,7 +92,7 @@ class VersionFollower:
 
     def poll(self) -> Fetched | None:
         """Return a version newer than the last one returned, if the store has one that can be rebuilt."""
-        started = time.monotonic()
+        started = self.clock.monotonic()
         if started < self._retry_at:
             return None
         seconds, size = self.bucket.seconds, self.bucket.size
@@ -107,7 +108,7 @@ class VersionFollower:
         if self._current is not None and version.number <= self._current[0].number:
             return None
         self._current, self._rejected = (version, state), ""
-        took, fetch_s = time.monotonic() - started, self.bucket.seconds - seconds
+        took, fetch_s = self.clock.monotonic() - started, self.bucket.seconds - seconds
         return Fetched(version, state, fetch_s, max(0.0, took - fetch_s), self.bucket.size - size)
 
     def reject(self, problem: str) -> None:
@@ -116,7 +117,7 @@ class VersionFollower:
 
     def _read(self, newest: int) -> tuple[Version, WeightState]:
         """Return the newest version, or the newest that can be rebuilt; `problem` then says why."""
-        started, problem = time.monotonic(), ""
+        started, problem = self.clock.monotonic(), ""
         try:
             found = read_version(self.bucket, newest, self._current)
         except (BrokenChain, DeltaError) as error:
@@ -129,7 +130,7 @@ class VersionFollower:
 
     def _back_off(self, started: float, problem: str) -> None:
         self.problem = problem
-        now = time.monotonic()
+        now = self.clock.monotonic()
         self._retry_at = now + BACKOFF * (now - started)
 
 
@@ -139,25 +140,31 @@ class VersionFollower:
 class Sampler:
     """What samples, with its HTTP server, its weight updates and its status reports."""
 
-    def __init__(self, member: RunMember, settings: SamplerRunSettings, backend: SamplerBackend) -> None:
+    def __init__(
+        self,
+        member: RunMember,
+        settings: SamplerRunSettings,
+        backend: SamplerBackend,
+        store: ObjectStore,
+        clock: Clock = MACHINE_CLOCK,
+    ) -> None:
         self.member, self.name, self.settings, self.backend = member, member.name, settings, backend
-        store = open_store(member, WEIGHTS)
-        self.store = store.url
-        self.follower = VersionFollower(MeteredObjectStore(store))
+        self.store, self.clock = store.url, clock
+        self.follower = VersionFollower(store, clock)
         self.service: SamplerService | None = None
         self._state, self._waiting_for, self._url = "starting", "", ""
         self._loaded: dict[str, Any] = {"version": None, "checksum": ""}
         self._parent = parent_process()
-        self._report_now = threading.Event()
+        self._report_now = clock.event()
         self._reporting = member.client.twin(patience_s=0, timeout_s=STATUS_TIMEOUT_S)
-        self._sampled = (time.monotonic(), 0)  # time and tokens at the last report
-        self._progress = (time.monotonic(), -1)  # time and number of the last step
+        self._sampled = (clock.monotonic(), 0)  # time and tokens at the last report
+        self._progress = (clock.monotonic(), -1)  # time and number of the last step
 
     def run(self) -> None:
         """Serve until SIGTERM; raise EngineBroken if what samples breaks."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, _stop)
-        threading.Thread(target=self._report, name="report", daemon=True).start()
+        self.clock.start_thread(self._report, "report")
         try:
             with bind(self.member.client.own_address(), 0) as listener:
                 self.backend.start()
@@ -175,16 +182,16 @@ class Sampler:
     def _first_version(self) -> Fetched:
         """Wait for a first usable version, and warm up the backend meanwhile."""
         warming = self.backend.warm_up()
-        deadline = time.monotonic() + self.settings.stall_s
+        deadline = self.clock.monotonic() + self.settings.stall_s
         while (fetched := self.follower.poll()) is None or not self._usable(fetched):
             store = self.store
             self._set_state("waiting", f"a first version in {store}")
-            if time.monotonic() > deadline:
+            if self.clock.monotonic() > deadline:
                 waited = f"after {self.settings.stall_s:g} s there is no usable version in {store}"
                 why = self.follower.problem or "the trainer publishes one when it starts"
                 raise EtudeError(f"{waited}: {why}")
             if not next(warming, False):
-                time.sleep(self.settings.weights.poll_s)
+                self.clock.sleep(self.settings.weights.poll_s)
         return fetched
 
     def _usable(self, fetched: Fetched) -> bool:
@@ -203,7 +210,12 @@ class Sampler:
             self._record_loaded(first, time.perf_counter() - started)
             self.service = service
             loop = asyncio.get_running_loop()
-            threading.Thread(target=self._follow, args=(service, loop), name="follow", daemon=True).start()
+
+            def load(fetched: Fetched) -> WeightSwap:
+                loading = asyncio.run_coroutine_threadsafe(service.load(fetched.state, fetched.version.number), loop)
+                return loading.result(self.backend.load_s)
+
+            self.clock.start_thread(partial(self._follow, service, load), "follow")
 
             def ready() -> None:
                 self._url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -215,22 +227,20 @@ class Sampler:
             if service.failure is not None:
                 raise service.failure
 
-    def _follow(self, service: SamplerService, loop: asyncio.AbstractEventLoop) -> None:
+    def _follow(self, service: SamplerService, load: Callable[[Fetched], WeightSwap]) -> None:
         """Load every new version between two engine steps, until the service ends."""
         while service.state not in ("broken", "closed"):
-            time.sleep(self.settings.weights.poll_s)
+            self.clock.sleep(self.settings.weights.poll_s)
             known, fetched = self.follower.problem, self.follower.poll()
             if self.follower.problem != known:
                 self._report_now.set()
             if fetched is None:
                 continue
-            number = fetched.version.number
             try:
-                loading = asyncio.run_coroutine_threadsafe(service.load(fetched.state, number), loop)
-                self._record_loaded(fetched, loading.result(self.backend.load_s).seconds)
+                self._record_loaded(fetched, load(fetched).seconds)
             except TimeoutError:
                 waited = f"in {self.backend.load_s:g} s"
-                self.follower.reject(f"{self.backend.waits_for} did not take version {number} {waited}")
+                self.follower.reject(f"{self.backend.waits_for} did not take version {fetched.version.number} {waited}")
             except EngineBroken:
                 return
             except EtudeError as error:
@@ -242,7 +252,7 @@ class Sampler:
         self._loaded = {
             "version": fetched.version.number,
             "checksum": fetched.version.checksum,
-            "loaded_at": time.time(),
+            "loaded_at": self.clock.time(),
             "fetch_s": round(fetched.fetch_s, 4),
             "apply_s": round(fetched.apply_s, 4),
             "swap_s": round(swap_s, 4),
@@ -285,7 +295,7 @@ class Sampler:
     def _metrics(self) -> dict[str, Any]:
         if self.service is None:
             return {}
-        stats, (then, before), now = self.service.stats(), self._sampled, time.monotonic()
+        stats, (then, before), now = self.service.stats(), self._sampled, self.clock.monotonic()
         self._sampled = now, stats.output_tokens
         return {
             "version": stats.version,
@@ -303,7 +313,7 @@ class Sampler:
 
     def _end_if_stuck(self) -> None:
         """End the process if an engine step, or the shutdown itself, does not finish."""
-        service, now = self.service, time.monotonic()
+        service, now = self.service, self.clock.monotonic()
         if service is None:
             return
         ending = service.state in ("broken", "closed")
@@ -364,7 +374,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         member = open_member(given.service, given.name)
         settings = load_table(member.layout.recipe, member.layout.sessions_table(), SamplerRunSettings)
         backend = open_backend(member.model(weights=True), settings, given.gpu, given.url, given.routing)
-        Sampler(member, settings, backend).run()
+        Sampler(member, settings, backend, open_store(member, WEIGHTS)).run()
     except EtudeError as error:
         say(f"{given.name}: {error}", file=sys.stderr)
         return error.exit_code

@@ -9,7 +9,6 @@ queue does not know as trained; going back to a checkpoint makes the later group
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,6 +23,7 @@ from etude.rl.settings import RlSettings
 from etude.rollouts.queue_client import AnyQueue
 from etude.rollouts.queue_records import ReadyGroup
 from etude.runs.layout import RunLayout
+from etude.system.clock import MACHINE_CLOCK, Clock
 from etude.train.optim import LRSchedule
 from etude.weights.publisher import PublishingFailed
 
@@ -63,6 +63,7 @@ class RlLoop:
     blocked_by: Callable[[], str] = lambda: ""  # what else a step waits for, apart from groups; "": nothing
     report_status: Callable[..., None] = lambda **facts: None
     record_step: Callable[[int, dict[str, Any]], None] = lambda step, facts: None
+    clock: Clock = MACHINE_CLOCK
 
     @property
     def step_count(self) -> int:
@@ -88,7 +89,7 @@ def learn(loop: RlLoop) -> None:
     settings = loop.settings
     schedule = LRSchedule(settings.steps, settings.warmup_steps, "constant")
     while (step := loop.step_count) < settings.steps:
-        started = time.monotonic()
+        started = loop.clock.monotonic()
         try:
             material = demonstrations(loop, step) if settings.control == "imitation" else rollouts(loop, step)
         except RlStalled:
@@ -106,7 +107,7 @@ def learn(loop: RlLoop) -> None:
         check_finite(loop, outcome, step + 1)
         loop.queue.mark_trained(material.groups, step + 1)
         publish(loop)
-        loop.record_step(step + 1, step_facts(loop, material, outcome, time.monotonic() - started))
+        loop.record_step(step + 1, step_facts(loop, material, outcome, loop.clock.monotonic() - started))
         done = loop.step_count
         validated = settings.keep_best and loop.validate_every and done % loop.validate_every == 0
         if done == settings.steps or done % settings.checkpoint_every == 0 or validated:
@@ -129,16 +130,16 @@ def rollouts(loop: RlLoop, step: int) -> StepMaterial | None:
 
 def demonstrations(loop: RlLoop, step: int) -> StepMaterial:
     """Wait for the evaluation that is due, because nothing else keeps pace with steps on demonstrations."""
-    started, last, deadline = time.monotonic(), "", 0.0
+    started, last, deadline = loop.clock.monotonic(), "", 0.0
     while blocker := loop.blocked_by() or store_blocker(loop):
         publish_pending(loop)
         if blocker != last:
-            last, deadline = blocker, time.monotonic() + loop.settings.stall_s
-        if time.monotonic() > deadline:
+            last, deadline = blocker, loop.clock.monotonic() + loop.settings.stall_s
+        if loop.clock.monotonic() > deadline:
             raise RlStalled(f"the trainer has waited {loop.settings.stall_s:.0f} s for {blocker}")
         loop.report_status(state="waiting", step=step, waiting_for=blocker)
-        time.sleep(POLL_S)
-    return StepMaterial(waited={"measurement": time.monotonic() - started} if last else {})
+        loop.clock.sleep(POLL_S)
+    return StepMaterial(waited={"measurement": loop.clock.monotonic() - started} if last else {})
 
 
 def wait_for_groups(loop: RlLoop, step: int) -> tuple[list[ReadyGroup] | None, dict[str, float]]:
@@ -151,7 +152,7 @@ def wait_for_groups(loop: RlLoop, step: int) -> tuple[list[ReadyGroup] | None, d
     deadline = 0.0
     waited: dict[str, float] = {}
     slow: list[str] = []
-    last = time.monotonic()
+    last = loop.clock.monotonic()
     while True:
         publish_pending(loop)
         blocker = loop.blocked_by() or store_blocker(loop)
@@ -163,7 +164,7 @@ def wait_for_groups(loop: RlLoop, step: int) -> tuple[list[ReadyGroup] | None, d
             slow, seen = [] if blocker else loop.queue.awaited_tasks(step), looked
         if not blocker and loop.layout.exhausted.exists() and state.outstanding < loop.settings.groups_per_step:
             return None, waited
-        now = time.monotonic()
+        now = loop.clock.monotonic()
         reason = "store" if store_blocker(loop) else "measurement" if blocker else "slow_groups" if slow else "rollouts"
         waited[reason] = waited.get(reason, 0.0) + now - last
         last = now
@@ -177,7 +178,7 @@ def wait_for_groups(loop: RlLoop, step: int) -> tuple[list[ReadyGroup] | None, d
         if now > deadline:
             raise RlStalled(f"the trainer has waited {loop.settings.stall_s:.0f} s for groups: {waiting_for}")
         loop.report_status(state="waiting", step=step, waiting_for=waiting_for)
-        time.sleep(POLL_S)
+        loop.clock.sleep(POLL_S)
 
 
 def take_groups(loop: RlLoop, step: int) -> list[ReadyGroup] | None:
@@ -260,13 +261,13 @@ def publish_pending(loop: RlLoop) -> None:
 
 def finish_publishing(loop: RlLoop) -> None:
     """Wait until the newest weights are in the store."""
-    deadline = time.monotonic() + loop.settings.stall_s
+    deadline = loop.clock.monotonic() + loop.settings.stall_s
     while loop.learner.pending is not None:
         publish_pending(loop)
-        if time.monotonic() > deadline:
+        if loop.clock.monotonic() > deadline:
             problem = loop.learner.publisher.problem or "the upload is slow"
             raise PublishingFailed(f"{loop.layout.store}: not written after {loop.settings.stall_s:.0f} s: {problem}")
-        time.sleep(POLL_S)
+        loop.clock.sleep(POLL_S)
     loop.learner.lead("flush", loop.settings.stall_s)
 
 

@@ -11,7 +11,6 @@ with `--resume` continues from the queue, the trainer's newest checkpoint and th
 import json
 import os
 import sys
-import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -45,6 +44,7 @@ from etude.runs.client import RunClient, RunServiceUnavailable
 from etude.runs.layout import RunLayout
 from etude.runs.run import Parent, Run
 from etude.runs.service_status import RUN_SERVICE, StatusReader
+from etude.system.clock import MACHINE_CLOCK, Clock
 from etude.system.progress import ProgressCallback
 from etude.system.terminal import say
 from etude.tasks.harbor import find_tasks, read_task
@@ -86,18 +86,23 @@ def run_rl(
         )
         services.on_death = orchestrator.on_process_death
         add_rl_services(services, layout, settings, cluster, client.url)
-        finished = orchestrator.is_finished(services)
-        while not finished:
-            services.tick()
-            with suppress(RunServiceUnavailable):  # it is starting
-                orchestrator.tick(services)
-                finished = orchestrator.is_finished(services)
-            time.sleep(TICK_S)
+        orchestrate(orchestrator, services)
     with (
         closing(RolloutQueue.open_read_only(layout.slots)) as ended,
         closing(RolloutQueue.open_read_only(layout.evaluations)) as ended_evaluations,
     ):
         return orchestrator.finish(ended, ended_evaluations)
+
+
+def orchestrate(orchestrator: "Orchestrator", services: ServiceSupervisor) -> None:
+    """Keep the services alive and the queue filled until the run has finished."""
+    finished = orchestrator.is_finished(services)
+    while not finished:
+        services.tick()
+        with suppress(RunServiceUnavailable):  # it is starting
+            orchestrator.tick(services)
+            finished = orchestrator.is_finished(services)
+        orchestrator.clock.sleep(TICK_S)
 
 
 @contextmanager
@@ -228,6 +233,7 @@ class Orchestrator:
     seed: int
     report: ProgressCallback
     evaluation: EvaluationSettings | None = None  # RL looks at its validation set only
+    clock: Clock = MACHINE_CLOCK
     logged_steps: int = field(init=False)  # steps whose facts are in the metrics
     logged_evaluations: set[int] = field(init=False)  # steps whose evaluation is in the metrics
     process_deaths: list[str] = field(init=False, default_factory=list)
@@ -269,7 +275,7 @@ class Orchestrator:
         seen = (step, state.changes, evaluated.changes, self.sampler_versions())
         if seen != self.seen:
             if "began" not in self.run.facts("rl") and self.samplers_have(0):
-                self.run.save_facts("rl", began=time.time())  # the time before was spent loading models
+                self.run.save_facts("rl", began=self.clock.time())  # the time before was spent loading models
             self.start_due_evaluation(step)
             self.update_served_step()
             self.start_groups(step)
@@ -421,8 +427,8 @@ class Orchestrator:
         elif evaluating := self.evaluation_progress(evaluated):
             note = f"{evaluating}  {note}"
         self.report(step, self.settings.steps, note)
-        if time.monotonic() - self.reported_at > STATUS_S:
-            self.reported_at = time.monotonic()
+        if self.clock.monotonic() - self.reported_at > STATUS_S:
+            self.reported_at = self.clock.monotonic()
             waiting = f"resources: {lacking}" if (lacking := services.waiting_for()) else ""
             facts = {"counts": counts, "deaths": services.restarts(), "cluster": services.cluster.name}
             self.statuses.report("orchestrator", step=step, waiting_for=waiting, **facts)
@@ -439,7 +445,7 @@ class Orchestrator:
         """Record the death."""
         self.process_deaths.append(f"{name} {reason}")
         with open(self.layout.logs / "deaths.jsonl", "a", encoding="utf-8") as log:
-            log.write(json.dumps({"time": time.time(), "name": name, "why": reason}) + "\n")
+            log.write(json.dumps({"time": self.clock.time(), "name": name, "why": reason}) + "\n")
         if name.startswith(WORKER):
             self.dead_workers.append(name)
 

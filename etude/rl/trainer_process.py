@@ -12,7 +12,6 @@ import json
 import os
 import shutil
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -89,7 +88,8 @@ def main() -> None:
 def lead(layout: RunLayout, settings: RlSettings) -> None:
     """Run the learning loop to its end, with all ranks."""
     with (
-        reporting_status(layout) as report_status,
+        closing(StatusReader(layout)) as statuses,
+        reporting_status(statuses) as report_status,
         joined_mesh(settings) as mesh,
         open_loop(layout, settings, mesh) as loop,
     ):
@@ -120,39 +120,46 @@ def joined_mesh(settings: RlSettings) -> Iterator[TrainingMesh | None]:
 @contextmanager
 def open_loop(layout: RunLayout, settings: RlSettings, mesh: TrainingMesh | None = None) -> Iterator[RlLoop]:
     """Give the learning loop, restored from the newest intact checkpoint, with its weights being published."""
-    with open_learner(layout, settings, mesh) as learner:
-        trainer = learner.trainer
-        client = RunClient.beside(layout, on_problem=say_problem)
-        client.connect()
-        queues = {name: QueueClient(client, name, found) for name, found in load_queues(layout).items()}
-        queue, evaluations, every = queues["training"], None, 0
-        if evaluation := load_evaluation(layout):
-            every, evaluations = evaluation.every, queues["evaluation"]
-        # Before the queues are rewound: ready groups must not look stale to the orchestrator.
-        remove_later_steps(layout, trainer.step_count)
-        queue.rewind(trainer.step_count)
-        if evaluations is not None:
-            held_out.rewind(evaluations, trainer.step_count)
-        try:
-            stored = latest(learner.publisher.store)
-        except OSError:  # away: the queue knows the numbers too
-            stored = None
-        loop = RlLoop(
-            layout,
-            settings,
-            learner,
-            queue,
-            evaluations,
-            max(queue.newest_version(), -1 if stored is None else stored),
-            seed=run_seed(layout),
-            reward_weights=LiveWeights(layout.run, settings.rewards).at,
-            validate_every=every,
-            blocked_by=evaluation_blocker(evaluations, partial(blocking_evaluation, settings, every, trainer)),
-            record_step=partial(record_step, layout),
-        )
-        publish(loop)
-        with closing(client):
-            yield loop
+    with (
+        open_learner(layout, settings, mesh) as learner,
+        closing(RunClient.beside(layout, on_problem=say_problem)) as client,
+    ):
+        yield resumed_loop(layout, settings, learner, client)
+
+
+def resumed_loop(layout: RunLayout, settings: RlSettings, learner: Learner, client: RunClient) -> RlLoop:
+    """Return the loop that continues with a learner; the queues go back to its step, and its weights are published."""
+    client.connect()
+    queues = {name: QueueClient(client, name, found) for name, found in load_queues(layout).items()}
+    queue, evaluations, every = queues["training"], None, 0
+    if evaluation := load_evaluation(layout):
+        every, evaluations = evaluation.every, queues["evaluation"]
+    trainer = learner.trainer
+    # Before the queues are rewound: ready groups must not look stale to the orchestrator.
+    remove_later_steps(layout, trainer.step_count)
+    queue.rewind(trainer.step_count)
+    if evaluations is not None:
+        held_out.rewind(evaluations, trainer.step_count)
+    try:
+        stored = latest(learner.publisher.store)
+    except OSError:  # away: the queue knows the numbers too
+        stored = None
+    loop = RlLoop(
+        layout,
+        settings,
+        learner,
+        queue,
+        evaluations,
+        max(queue.newest_version(), -1 if stored is None else stored),
+        seed=run_seed(layout),
+        reward_weights=LiveWeights(layout.run, settings.rewards).at,
+        validate_every=every,
+        blocked_by=evaluation_blocker(evaluations, partial(blocking_evaluation, settings, every, trainer)),
+        record_step=partial(record_step, layout),
+        clock=client.clock,
+    )
+    publish(loop)
+    return loop
 
 
 @contextmanager
@@ -330,11 +337,10 @@ def evaluation_blocker(evaluations: AnyQueue | None, due: Callable[[], int]) -> 
 
 
 @contextmanager
-def reporting_status(layout: RunLayout) -> Iterator[Callable[..., None]]:
+def reporting_status(statuses: StatusReader) -> Iterator[Callable[..., None]]:
     """Report the trainer's status every second, also during a long step."""
     facts: dict[str, Any] = {"state": "starting"}
-    ended = threading.Event()
-    statuses = StatusReader(layout)
+    ended = statuses.clock.event()
 
     def update(**changes: Any) -> None:
         facts.update({"waiting_for": "", **changes})
@@ -345,8 +351,7 @@ def reporting_status(layout: RunLayout) -> Iterator[Callable[..., None]]:
             if ended.wait(STATUS_S):
                 return
 
-    thread = threading.Thread(target=report, name="status", daemon=True)
-    thread.start()
+    thread = statuses.clock.start_thread(report, "status")
     try:
         yield update
     finally:
@@ -354,7 +359,6 @@ def reporting_status(layout: RunLayout) -> Iterator[Callable[..., None]]:
         ended.set()
         thread.join()
         statuses.report(TRAINER, **facts)
-        statuses.close()
 
 
 # ------------------------------------------------------------------------------------------ checkpoints
@@ -407,9 +411,19 @@ def write_checkpoint(
         (draft / PROFILE_FILE).write_text(profile.to_json(), encoding="utf-8")
         if layers := mtp_file(layout.model):  # MTP layers are not trained here, only carried along
             shutil.copy(layers, training_file(draft, MTP_FILE))
-        (draft / STATE_FILE).write_text(json.dumps({"step": step, "digest": _digest(draft)}))
+        seal_draft(draft, step)
     except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a full disk
         raise EtudeError(f"{draft}: the checkpoint cannot be written: {error}") from error
+    commit_checkpoint(layout, draft, step, settings, validate_every)
+
+
+def seal_draft(draft: Path, step: int) -> None:
+    """Write what shows that a checkpoint is intact: its step, and a digest of its other files."""
+    (draft / STATE_FILE).write_text(json.dumps({"step": step, "digest": _digest(draft)}))
+
+
+def commit_checkpoint(layout: RunLayout, draft: Path, step: int, settings: RlSettings, validate_every: int) -> None:
+    """Give a complete checkpoint its name, and delete old ones."""
     final = layout.trainer / f"{step:06d}"
     commit_directory(draft, final)
     found = dict(checkpoints(layout))

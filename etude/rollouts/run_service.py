@@ -45,6 +45,7 @@ from etude.runs.address import choose_address, read_address, run_token, service_
 from etude.runs.client import DISK_FULL, LONG_POLL_S, PROTOCOL, PROTOCOL_HEADER, RUN_HEADER, status_facts
 from etude.runs.layout import RL_ROOT, RunLayout
 from etude.runs.service_status import RUN_SERVICE, write_copy
+from etude.system.clock import MACHINE_CLOCK, Clock
 from etude.system.http import RequestGuard, bind, cancel_on_disconnect, serving
 from etude.system.processes import die_with_parent, parent_process
 from etude.system.prometheus import PrometheusText
@@ -88,8 +89,14 @@ log = logging.getLogger("etude.rollouts.run_service")
 class RunService:
     """The endpoints of a run service, one method each."""
 
-    def __init__(self, layout: RunLayout, queues: Mapping[QueueName, RolloutQueue], rewards: LiveWeights) -> None:
-        self.layout, self.queues, self.rewards = layout, queues, rewards
+    def __init__(
+        self,
+        layout: RunLayout,
+        queues: Mapping[QueueName, RolloutQueue],
+        rewards: LiveWeights,
+        clock: Clock = MACHINE_CLOCK,
+    ) -> None:
+        self.layout, self.queues, self.rewards, self.clock = layout, queues, rewards, clock
         self.files = RunFiles(layout)
         self.board = StatusBoard.restored(layout)
         self.work = Bell()  # rings when slots can be claimed
@@ -108,10 +115,10 @@ class RunService:
         name, wanted = request.path_params["name"], await read_json(request)
         if found := self._claim(name, wanted):
             return found
-        deadline = time.monotonic() + min(float(wanted["wait_s"]), MAX_WAIT_S)
+        deadline = self.clock.monotonic() + min(float(wanted["wait_s"]), MAX_WAIT_S)
 
         async def wait() -> list[tuple[QueueName, Slot]]:
-            while (left := deadline - time.monotonic()) > 0:
+            while (left := deadline - self.clock.monotonic()) > 0:
                 await self.work.wait(left)
                 if found := self._claim(name, wanted):
                     return found
@@ -121,21 +128,21 @@ class RunService:
 
     def _claim(self, name: str, wanted: Mapping[str, Any]) -> list[tuple[QueueName, Slot]]:
         found: list[tuple[QueueName, Slot]] = []
+        now, session = self.clock.time(), {"session": wanted["session"], "request": wanted["request"]}
         for queue in (queue for queue in QUEUES if queue in self.queues):
             if (left := int(wanted["count"]) - len(found)) > 0:
-                session = {"session": wanted["session"], "request": wanted["request"]}
-                found += [(queue, slot) for slot in self.queues[queue].claim_many(name, left, time.time(), **session)]
+                found += [(queue, slot) for slot in self.queues[queue].claim_many(name, left, now, **session)]
         return found
 
     async def heartbeat(self, request: Request) -> Any:
         """Renew the leases of what a worker holds, record its status, and tell it what has changed."""
         name, wanted = request.path_params["name"], await read_json(request)
-        self.board.report(name, wanted["status"], time.time())
+        self.board.report(name, wanted["status"], self.clock.time())
         lost: dict[str, list[tuple[int, int]]] = {}
         for queue_name, queue in self.queues.items():
             held = [HeldSlot(*each) for each in wanted["held"].get(queue_name, ())]
             session = {"session": wanted["session"], "answered": wanted["answered"]}
-            gone = queue.renew(name, held, time.time(), **session)
+            gone = queue.renew(name, held, self.clock.time(), **session)
             lost[queue_name] = [(each.id, each.attempt) for each in gone]
         lease = min(queue.settings.lease_s for queue in self.queues.values())
         interval = max(HEARTBEAT_S, len(self.board.statuses) / HEARTBEATS_PER_S)
@@ -159,7 +166,7 @@ class RunService:
         if kind == "note":
             queue.add_note(slot, facts["note"])
         elif kind == "checkpoint":
-            queue.checkpoint(slot, facts["resume"], time.time())
+            queue.checkpoint(slot, facts["resume"], self.clock.time())
         elif kind == "finish":
             queue.finish(slot, facts["reward"], facts["trace"], (int(facts["versions"][0]), int(facts["versions"][1])))
         elif kind == "fail":
@@ -191,7 +198,7 @@ class RunService:
         if unknown := given.keys() - hints.keys():
             raise InputError(f"{name} has no argument {sorted(unknown)[0]}")
         arguments = {key: from_json(hints[key], value, f"{name}.{key}") for key, value in given.items()}
-        return method(**arguments, **({"now": time.time()} if "now" in hints else {}))
+        return method(**arguments, **({"now": self.clock.time()} if "now" in hints else {}))
 
     # ------------------------------------------------------------------------------------------ statuses
 
@@ -199,20 +206,20 @@ class RunService:
         return self.files.info()
 
     async def statuses(self, request: Request) -> Any:
-        return self.board.ages(time.time()) | {RUN_SERVICE: self.own_status() | {"age_s": 0.0}}
+        return self.board.ages(self.clock.time()) | {RUN_SERVICE: self.own_status() | {"age_s": 0.0}}
 
     async def report_status(self, request: Request) -> Any:
-        self.board.report(request.path_params["name"], await read_json(request), time.time())
+        self.board.report(request.path_params["name"], await read_json(request), self.clock.time())
 
     async def forget_status(self, request: Request) -> Any:
         self.board.forget(request.path_params["name"])
 
     async def samplers(self, request: Request) -> Any:
         """Return where the samplers are, once that differs from what the client has seen."""
-        seen, deadline = int(request.query_params["seen"]), time.monotonic() + LONG_POLL_S
+        seen, deadline = int(request.query_params["seen"]), self.clock.monotonic() + LONG_POLL_S
 
         async def wait() -> None:
-            while self.board.sampler_changes == seen and (left := deadline - time.monotonic()) > 0:
+            while self.board.sampler_changes == seen and (left := deadline - self.clock.monotonic()) > 0:
                 await self.board.changed.wait(left)
 
         if self.board.sampler_changes == seen:
@@ -289,10 +296,10 @@ class RunService:
     async def keep_house(self) -> None:
         """Requeue what was lost, show samplers that are silent, and write the statuses to disk now and then."""
         for queue in self.queues.values():
-            queue.extend_leases(time.time())
+            queue.extend_leases(self.clock.time())
         copy_at = 0.0
         while True:
-            now = time.time()
+            now = self.clock.time()
             with suppress(sqlite3.OperationalError, OSError):  # a full disk: the next time may succeed
                 for name, queue in self.queues.items():
                     queue.reconcile(now, queue.last_step() if name == "training" else NO_STEP)
@@ -312,7 +319,7 @@ class RunService:
         """Mark all services as ended: the run service ends last."""
         self.board.end()
         with suppress(OSError):
-            ended = {"state": "ended", "time": time.time()}
+            ended = {"state": "ended", "time": self.clock.time()}
             write_copy(self.layout, self.board.statuses | {RUN_SERVICE: self.own_status() | ended})
 
 

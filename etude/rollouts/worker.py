@@ -58,13 +58,14 @@ from etude.runs.address import TOKEN_VARIABLE
 from etude.runs.client import PATIENCE_S, status_facts
 from etude.runs.layout import RL_ROOT, RunLayout
 from etude.runs.member import RunMember, open_member
+from etude.system.clock import MACHINE_CLOCK, Clock
 from etude.system.cores import usable_cores
 from etude.system.processes import die_with_parent, parent_process
 from etude.system.terminal import say
 from etude.tasks.environment import PreparedEnvironments, environment_kind
 from etude.tasks.harbor import read_task
 from etude.tasks.task import Task
-from etude.weights.object_store import ROLLOUTS, open_store
+from etude.weights.object_store import ROLLOUTS, ObjectStore, open_store
 
 STATUS_S = 1.0  # seconds between two looks for a sampler, times four
 FULL_DISK_S = 5.0  # seconds before a trace that could not be stored is stored again
@@ -113,11 +114,19 @@ class ClaimedSlot:
 class Worker:
     """Runs rollouts until `stop` is called. Use `run`."""
 
-    def __init__(self, member: RunMember, config: WorkerConfig, fleet: Fleet, binding: PolicyBinding) -> None:
+    def __init__(
+        self,
+        member: RunMember,
+        config: WorkerConfig,
+        fleet: Fleet,
+        binding: PolicyBinding,
+        store: ObjectStore,
+        clock: Clock = MACHINE_CLOCK,
+    ) -> None:
         self.config, self.fleet, self.binding = config, fleet, binding
         self.prepared = PreparedEnvironments(fleet, min_files=MIN_SNAPSHOT_FILES, prepare_pod=launch_tool_server)
         self.service, self.member = WorkerClient(member), member
-        self.store = open_store(member, ROLLOUTS)
+        self.store, self.clock = store, clock
         self.rewards, self.rewards_problem = config.rewards, ""  # weights in force
         self.claims: dict[tuple[QueueName, int, int], ClaimedSlot] = {}  # by slot and attempt
         self.counts: Counter[str] = Counter()
@@ -195,7 +204,7 @@ class Worker:
             free = self.config.max_rollouts - len(self.claims)
             slots = await self.service.claim(free) if free else []
             for queue, slot in slots:
-                claim = ClaimedSlot(queue, slot, time.monotonic())
+                claim = ClaimedSlot(queue, slot, self.clock.monotonic())
                 self.claims[queue, slot.id, slot.attempt] = claim
                 claim.work = asyncio.create_task(self._run_slot(claim))
                 claim.work.add_done_callback(self._on_slot_done)
@@ -307,12 +316,12 @@ class Worker:
 
     async def _put(self, name: str, data: bytes) -> None:
         """Write an object; while that fails, on a full disk say, the finished rollout is kept here and tried again."""
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = self.clock.monotonic() + PATIENCE_S
         while True:
             try:
                 await asyncio.to_thread(self.store.put, name, data)
             except OSError as error:
-                if time.monotonic() > deadline:
+                if self.clock.monotonic() > deadline:
                     raise RolloutFailed(f"{self.store.url}/{name} cannot be written: {error}") from error
                 self.storage_problem = f"{self.store.url}: {error.strerror or error}"
                 await asyncio.sleep(FULL_DISK_S)
@@ -401,7 +410,7 @@ class Worker:
     # -- status
 
     def _status(self) -> dict[str, Any]:
-        now = time.monotonic()
+        now = self.clock.monotonic()
         claims = sorted(self.claims.values(), key=lambda claim: claim.since)
         waiting_for = self.waiting_for
         if claims and not waiting_for:
@@ -480,7 +489,7 @@ async def run_worker(member: RunMember, max_rollouts: int | None) -> None:
     # All workers of a machine share one directory: each finds the pod snapshots of the others' checkpoints.
     fleet_of_run = open_fleet(pods=settings.pods, state=member.layout.pods, owner=member.pods_owner)
     async with fleet_of_run as fleet, open_sampler_pool(member) as policy:
-        worker = Worker(member, config, fleet, bind_policy(member, settings, policy))
+        worker = Worker(member, config, fleet, bind_policy(member, settings, policy), open_store(member, ROLLOUTS))
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, worker.stop)

@@ -12,7 +12,6 @@ import random
 import socket
 import ssl
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from urllib.parse import quote, urlencode, urlsplit
 from etude.errors import EtudeError, InputError
 from etude.runs.address import client_context, given_token, read_address, run_certificate, run_token
 from etude.runs.layout import RunLayout
+from etude.system.clock import MACHINE_CLOCK, Clock
 from etude.system.processes import NODE_VARIABLE
 
 PROTOCOL = 1  # of the requests; both sides must have the same
@@ -33,6 +33,7 @@ MIN_DELAY_S, MAX_DELAY_S = 0.1, 3.0  # between two attempts
 DISK_FULL = 507
 RETRIED = (502, 503, 504, DISK_FULL)
 CHUNK = 1 << 20
+Connect = Callable[[str, int, ssl.SSLContext | None], http.client.HTTPConnection]
 
 
 class RunServiceUnavailable(EtudeError):
@@ -76,6 +77,8 @@ class RunClient:
         patience_s: float = PATIENCE_S,
         timeout_s: float = TIMEOUT_S,
         on_problem: Callable[[str], None] = lambda problem: None,
+        clock: Clock = MACHINE_CLOCK,
+        connect: Connect | None = None,
     ) -> None:
         parts = urlsplit(url)
         try:
@@ -85,6 +88,7 @@ class RunClient:
         if parts.scheme not in ("http", "https") or not parts.hostname or not port:
             raise InputError(f"--service {url}: expected a URL such as http://HOST:PORT")
         self.url, self.patience_s, self.timeout_s, self.on_problem = url.rstrip("/"), patience_s, timeout_s, on_problem
+        self.clock, self._connect = clock, connect or open_connection
         self.run = ""  # id of the run, once known
         self.problem = ""  # why the last attempt failed
         self._host, self._port, self._path = parts.hostname, port, parts.path.rstrip("/")
@@ -93,7 +97,7 @@ class RunClient:
         self._local = threading.local()
         self._connections: set[http.client.HTTPConnection] = set()
         self._busy: set[http.client.HTTPConnection] = set()  # with a request in progress
-        self._closed = threading.Event()
+        self._closed = clock.event()
 
     @classmethod
     def of_environment(cls, url: str, **options: Any) -> "RunClient":
@@ -113,7 +117,7 @@ class RunClient:
         other = RunClient.__new__(RunClient)
         other.__dict__.update(self.__dict__, **options)
         other._local, other._connections, other._busy = threading.local(), set(), set()
-        other._closed = threading.Event()
+        other._closed = self.clock.event()
         return other
 
     def close(self) -> None:
@@ -165,7 +169,7 @@ class RunClient:
     ) -> bytes:
         """Return the body of a response; the request is sent again until the service answers."""
         patience = self.patience_s if patience_s is None else patience_s
-        started, delay, reused = time.monotonic(), MIN_DELAY_S, True
+        started, delay, reused = self.clock.monotonic(), MIN_DELAY_S, True
         while True:
             try:
                 with self._exchange(method, path, content, content_type, wait_s, query) as response:
@@ -177,7 +181,7 @@ class RunClient:
                     reused = False
                     continue
                 self._report(str(retry))
-                if time.monotonic() - started >= patience:
+                if self.clock.monotonic() - started >= patience:
                     waited = f" for {patience:.0f} s" if patience else ""
                     raise RunServiceUnavailable(f"the run service did not answer{waited}: {retry}") from None
             self._closed.wait(delay * random.uniform(0.5, 1.0))
@@ -264,11 +268,7 @@ class RunClient:
             return known, True
         if self._closed.is_set():
             raise RunServiceUnavailable(f"{self.url}: the client was closed")
-        opened = (
-            _Connection(self._host, self._port)
-            if self._context is None
-            else _SecureConnection(self._host, self._port, context=self._context)
-        )
+        opened = self._connect(self._host, self._port, self._context)
         self._local.connection = opened
         self._connections.add(opened)
         return opened, False
@@ -336,6 +336,11 @@ class _SecureConnection(http.client.HTTPSConnection):
     def connect(self) -> None:
         super().connect()
         self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def open_connection(host: str, port: int, context: ssl.SSLContext | None) -> http.client.HTTPConnection:
+    """Return a connection, which is made with its first request."""
+    return _Connection(host, port) if context is None else _SecureConnection(host, port, context=context)
 
 
 def _describe(error: Exception) -> str:

@@ -7,6 +7,7 @@ then, and when it ends.
 import contextlib
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from etude.errors import EtudeError
 from etude.files import write_atomically
 from etude.runs.client import RunClient
 from etude.runs.layout import RunLayout
+from etude.system.clock import MACHINE_CLOCK, Clock
 
 SAMPLER = "sampler"  # the `kind` in the status of a sampler
 RUN_SERVICE = "run-service"  # name of the run service among the services
@@ -36,15 +38,20 @@ class ServiceStatus:
 class StatusReader:
     """Reads the statuses of a run. While the run service does not answer, no status but its own grows older."""
 
-    def __init__(self, layout: RunLayout) -> None:
-        self.layout = layout
+    def __init__(
+        self,
+        layout: RunLayout,
+        open_client: Callable[..., RunClient] = RunClient.beside,
+        clock: Clock = MACHINE_CLOCK,
+    ) -> None:
+        self.layout, self.clock, self._open_client = layout, clock, open_client
         self._client: RunClient | None = None
         self._found: dict[str, ServiceStatus] = {}
-        self._read_at, self._answered_at = float("-inf"), time.monotonic()
+        self._read_at, self._answered_at = float("-inf"), clock.monotonic()
 
     def all(self, *, fresh: bool = False) -> dict[str, ServiceStatus]:
         """Return the statuses by name, at most half a second old unless they must be `fresh`."""
-        now = time.monotonic()
+        now = self.clock.monotonic()
         if fresh or now - self._read_at > FRESH_S:
             self._read_at = now
             self._read(now)
@@ -72,7 +79,7 @@ class StatusReader:
 
     def _open(self) -> RunClient:
         if self._client is None:
-            client = RunClient.beside(self.layout, patience_s=0, timeout_s=ANSWER_S)
+            client = self._open_client(self.layout, patience_s=0, timeout_s=ANSWER_S)
             try:
                 client.check_beside(self.layout)
             except EtudeError:

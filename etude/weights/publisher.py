@@ -10,8 +10,6 @@ by their main threads, while none is `busy`; a part that could not be written is
 wait for it.
 """
 
-import threading
-import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,6 +18,7 @@ import torch
 from torch import Tensor
 
 from etude.errors import EtudeError, InputError
+from etude.system.clock import MACHINE_CLOCK, Clock
 from etude.weights.hashed import with_digests
 from etude.weights.object_store import ObjectStore
 from etude.weights.owner import check_owner
@@ -66,12 +65,13 @@ class Publisher:
         shard_bytes: int = SHARD_BYTES,
         run: str = "",
         part: Part = WHOLE,
+        clock: Clock = MACHINE_CLOCK,
     ) -> None:
         if full_every < 1 or keep < 1:
             raise InputError(f"weights: full_every {full_every} and keep {keep} must be at least 1")
         self.store, self.full_every, self.keep, self.shard_bytes = store, full_every, keep, shard_bytes
         self.run = run  # id of the run that owns the store; "": any
-        self.part = part
+        self.part, self.clock = part, clock
         self.history: list[Published] = []
         self.problem = ""  # why the newest weights are not in the store yet, if that is so
         self._newest: int | None = None
@@ -82,10 +82,9 @@ class Publisher:
         self._waiting: tuple[int, WeightState] | None = None
         self._skipped = 0
         self._error: Exception | None = None
-        self._change = threading.Condition()
+        self._change = clock.condition()
         self._working = self._closing = False
-        self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
-        self._thread.start()
+        self._thread = clock.start_thread(self._run, "publisher")
 
     def __enter__(self) -> "Publisher":
         return self
@@ -183,7 +182,7 @@ class Publisher:
                     self._error = error
 
     def _publish(self, number: int, state: WeightState, skipped: int) -> None:
-        started = time.monotonic()
+        started = self.clock.monotonic()
         if self.run:
             check_owner(self.store, self.run)
         # Another process may have made this version visible before this one has looked.
@@ -196,7 +195,7 @@ class Publisher:
             version = self._commit(number)
         self._last = written, state
         self._since_full = 0 if version.full else self._since_full + 1
-        self.history.append(Published(version, time.monotonic() - started, skipped))
+        self.history.append(Published(version, self.clock.monotonic() - started, skipped))
         if version.full and self.part.number == 0:
             with suppress(OSError):  # the next full version prunes again
                 prune(self.store, self.keep)

@@ -14,6 +14,7 @@ from etude.cluster.local import LocalCluster, LocalProcess
 from etude.cluster.supervisor import MAX_DEATHS, SILENCE_S, ServiceFailed, ServiceSupervisor
 from etude.errors import InputError
 from etude.runs.service_status import ServiceStatus
+from etude.system.clock import Clock
 
 PROGRAMS = {
     "ends": "print('done')",
@@ -39,13 +40,17 @@ time.sleep(600) if code == "-" else sys.exit(int(code))
 
 
 @dataclass
-class Clock:
-    """A clock that stands still unless a test moves it."""
+class StoppedClock(Clock):
+    """A clock that stands still unless a test moves it, or the supervisor waits."""
 
     now: float = 0.0
 
-    def __call__(self) -> float:
+    def monotonic(self) -> float:
         return self.now
+
+    def sleep(self, seconds: float) -> None:
+        super().sleep(seconds)
+        self.now += seconds
 
 
 @dataclass
@@ -67,7 +72,7 @@ class Rig:
     """A supervisor with a clock of its own, and what it has told."""
 
     supervisor: ServiceSupervisor
-    clock: Clock
+    clock: StoppedClock
     reported: Reported
     deaths: list[tuple[str, str]]
 
@@ -95,7 +100,7 @@ def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rig:
     for name, program in PROGRAMS.items():
         (tmp_path / f"modules/etude_test_{name}.py").write_text(program)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"))
-    clock, reported, deaths = Clock(), Reported(), []
+    clock, reported, deaths = StoppedClock(), Reported(), []
     supervisor = ServiceSupervisor(
         LocalCluster(), tmp_path / "logs", reported, lambda *death: deaths.append(death), clock=clock
     )

@@ -37,6 +37,7 @@ from etude.rollouts.worker import Worker, WorkerConfig, main
 from etude.runs.address import TOKEN_VARIABLE, choose_address, run_token
 from etude.runs.layout import RunLayout
 from etude.tasks.harbor import read_task, write_task
+from etude.weights.object_store import ROLLOUTS, open_store
 
 TIMEOUT_S = 60.0
 QUEUE = QueueSettings(group_size=2, groups_per_step=1, max_staleness=5, in_flight=8, lease_s=4.0, max_attempts=3)
@@ -83,7 +84,7 @@ async def working(run: PreparedRun, state: Path, policy: PolicyBase) -> Any:
         member = stack.enter_context(member_of(run.layout))
         await stack.enter_async_context(asyncio.timeout(TIMEOUT_S))
         fleet = await stack.enter_async_context(open_fleet(state=state))
-        worker = Worker(member, run.config, fleet, bind(policy))
+        worker = Worker(member, run.config, fleet, bind(policy), open_store(member, ROLLOUTS))
         running = asyncio.create_task(worker.run())
         try:
             yield worker, fleet
