@@ -35,6 +35,7 @@ from etude.errors import EtudeError, InputError
 from etude.harness.trace_store import from_json
 from etude.inference.latency import Histogram
 from etude.rewards.live_weights import LiveWeights
+from etude.rollouts.leases import evaluated_step, step_prefix
 from etude.rollouts.queue import RolloutQueue, StaleClaim, SupersededWorker
 from etude.rollouts.queue_records import HeldSlot, Slot
 from etude.rollouts.run_files import RunFiles
@@ -80,6 +81,7 @@ QUEUE_METHODS = frozenset(
             "step_of",
         ),
         *("state", "alike_groups", "group", "groups", "progress", "numbers", "incidents"),
+        *("lease", "set_lease", "versions_of"),
     }
 )
 
@@ -102,6 +104,7 @@ class RunService:
         self.work = Bell()  # rings when slots can be claimed
         self.requests: Counter[str] = Counter()
         self.latency = Histogram(LATENCY_S)
+        self._read_lease()
 
     # ------------------------------------------------------------------------------------------ workers
 
@@ -130,9 +133,34 @@ class RunService:
         found: list[tuple[QueueName, Slot]] = []
         now, session = self.clock.time(), {"session": wanted["session"], "request": wanted["request"]}
         for queue in (queue for queue in QUEUES if queue in self.queues):
-            if (left := int(wanted["count"]) - len(found)) > 0:
-                found += [(queue, slot) for slot in self.queues[queue].claim_many(name, left, now, **session)]
+            left, prefix = int(wanted["count"]) - len(found), ""
+            if self._needs_lease(queue):
+                lease = self.board.lease
+                left, prefix = min(left, self._leased_room()), "" if lease is None else step_prefix(lease.step)
+            slots = self.queues[queue].claim_many(name, left, now, prefix=prefix, **session)
+            found += [(queue, slot) for slot in slots]
         return found
+
+    def _needs_lease(self, queue: QueueName) -> bool:
+        """Return whether the slots of a queue need leased samplers: those of evaluations beside training."""
+        return queue == "evaluation" and "training" in self.queues
+
+    def _counts(self, task: str, versions: tuple[int, int]) -> bool:
+        """Return whether a sample of an evaluation beside training counts: its weights are those of the step.
+
+        A sample without a token counts, and one of samplers that the evaluation shares with training.
+        """
+        step, lease = evaluated_step(task), self.board.lease
+        if versions[0] < 0 or (lease is not None and lease.shared and lease.step == step):
+            return True
+        return {*range(versions[0], versions[1] + 1)} <= {*self.queues["evaluation"].versions_of(step)}
+
+    def _leased_room(self) -> int:
+        """Return how many more sessions of the evaluation with a lease may start now."""
+        lease, queue = self.board.lease, self.queues["evaluation"]
+        if lease is None or not self.board.serves_lease():
+            return 0
+        return max(0, lease.sessions - queue.in_flight())
 
     async def heartbeat(self, request: Request) -> Any:
         """Renew the leases of what a worker holds, record its status, and tell it what has changed."""
@@ -168,7 +196,11 @@ class RunService:
         elif kind == "checkpoint":
             queue.checkpoint(slot, facts["resume"], self.clock.time())
         elif kind == "finish":
-            queue.finish(slot, facts["reward"], facts["trace"], (int(facts["versions"][0]), int(facts["versions"][1])))
+            versions = int(facts["versions"][0]), int(facts["versions"][1])
+            if self._needs_lease(request.path_params["queue"]) and not self._counts(slot.task, versions):
+                queue.repeat(slot, f"weight versions {versions[0]} to {versions[1]} are not all of the evaluated step")
+            else:
+                queue.finish(slot, facts["reward"], facts["trace"], versions)
         elif kind == "fail":
             queue.fail(slot, facts["why"], keep_resume=facts["keep_resume"])
         else:
@@ -198,7 +230,14 @@ class RunService:
         if unknown := given.keys() - hints.keys():
             raise InputError(f"{name} has no argument {sorted(unknown)[0]}")
         arguments = {key: from_json(hints[key], value, f"{name}.{key}") for key, value in given.items()}
-        return method(**arguments, **({"now": self.clock.time()} if "now" in hints else {}))
+        found = method(**arguments, **({"now": self.clock.time()} if "now" in hints else {}))
+        if name == "set_lease":
+            self._read_lease()
+        return found
+
+    def _read_lease(self) -> None:
+        if "evaluation" in self.queues:
+            self.board.set_lease(self.queues["evaluation"].lease(self.clock.time()))
 
     # ------------------------------------------------------------------------------------------ statuses
 
@@ -209,7 +248,10 @@ class RunService:
         return self.board.ages(self.clock.time()) | {RUN_SERVICE: self.own_status() | {"age_s": 0.0}}
 
     async def report_status(self, request: Request) -> Any:
-        self.board.report(request.path_params["name"], await read_json(request), self.clock.time())
+        """Record a status; return the lease of a sampler that has one."""
+        name, now = request.path_params["name"], self.clock.time()
+        self.board.report(name, await read_json(request), now)
+        return self.board.instructions(name, now)
 
     async def forget_status(self, request: Request) -> Any:
         self.board.forget(request.path_params["name"])
@@ -224,7 +266,7 @@ class RunService:
 
         if self.board.sampler_changes == seen:
             await cancel_on_disconnect(request, wait())
-        return {"seen": self.board.sampler_changes, "samplers": self.board.samplers}
+        return {"seen": self.board.sampler_changes, "samplers": self.board.shown()}
 
     def own_status(self) -> dict[str, Any]:
         return status_facts(state="ready", requests=self.requests.total(), workers_waiting=len(self.work))
@@ -303,6 +345,7 @@ class RunService:
             with suppress(sqlite3.OperationalError, OSError):  # a full disk: the next time may succeed
                 for name, queue in self.queues.items():
                     queue.reconcile(now, queue.last_step() if name == "training" else NO_STEP)
+                self._read_lease()  # it may have expired
                 self.board.expire(now)
                 if now >= copy_at:
                     copy_at = now + max(COPY_S, len(self.board.statuses) / STATUSES_PER_S)
@@ -313,7 +356,11 @@ class RunService:
     def ring(self) -> None:
         """Wake as many waiting workers as there are slots to claim."""
         if len(self.work):
-            self.work.ring(sum(queue.claimable() for queue in self.queues.values()))
+            self.work.ring(sum(self._claimable(name) for name in self.queues))
+
+    def _claimable(self, name: QueueName) -> int:
+        claimable = self.queues[name].claimable()
+        return min(claimable, self._leased_room()) if claimable and self._needs_lease(name) else claimable
 
     def end(self) -> None:
         """Mark all services as ended: the run service ends last."""

@@ -1,16 +1,16 @@
 """Publish the trainer's weights in the background, without delaying a training step.
 
 One thread encodes and uploads. While it is busy only the newest weights wait; a version that was overtaken is skipped,
-and the next delta is against the last uploaded version. A store that is away is tried again until it is back, with the
-newest weights; `problem` says what is wrong meanwhile. After a failure the next upload is a full one, because it is
-uncertain what reached the store, and a full version depends on nothing before it.
+unless it is pinned, and the next delta is against the last uploaded version. A store that is away is tried again until
+it is back, with the newest weights; `problem` says what is wrong meanwhile. After a failure the next upload is a full
+one, because it is uncertain what reached the store, and a full version depends on nothing before it.
 
 Several processes may publish together, each its part of every version (`Part`). Which versions they publish is agreed
 by their main threads, while none is `busy`; a part that could not be written is written again, because the others
 wait for it.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -49,6 +49,15 @@ class Published:
     skipped: int  # versions that were overtaken since the last
 
 
+@dataclass(frozen=True)
+class WaitingWeights:
+    """A version that waits for its upload."""
+
+    number: int
+    weights: WeightState
+    pinned: bool
+
+
 class PublishingFailed(EtudeError):
     """The store does not accept new weights; samplers stay on old ones."""
 
@@ -79,7 +88,8 @@ class Publisher:
         self._first: int | None = None  # number of the first version
         self._last: tuple[Version, WeightState] | None = None
         self._since_full = 0
-        self._waiting: tuple[int, WeightState] | None = None
+        self.pinned: Collection[int] = ()  # versions that are not removed from the store
+        self._waiting: list[WaitingWeights] = []  # oldest first: pinned ones, and the newest
         self._skipped = 0
         self._error: Exception | None = None
         self._change = clock.condition()
@@ -92,21 +102,27 @@ class Publisher:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def publish_soon(self, number: int, weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
-        """Copy the weights and return. Raise PublishingFailed if an earlier upload failed for good."""
+    def publish_soon(
+        self, number: int, weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], *, pinned: bool = False
+    ) -> None:
+        """Copy the weights and return. Raise PublishingFailed if an earlier upload failed for good.
+
+        A `pinned` version is uploaded even if newer ones overtake it.
+        """
         if self._given is not None and number <= self._given:
             raise InputError(f"weights: version {number} is not newer than {self._given}")
-        pairs = weights.items() if isinstance(weights, Mapping) else weights
-        with torch.no_grad():
-            copy = {name: tensor.detach().to("cpu", copy=True) for name, tensor in pairs}
+        copy = copied(weights)
         with self._change:
             self._raise_failure()
             if self._closing:
                 raise InputError("weights: the publisher is closed")
             if self.part.count > 1 and (self._waiting or self._working):
                 raise InputError(f"weights: version {number} while another is published by several processes")
-            self._skipped += self._waiting is not None or self._newest not in (self._given, number)
-            self._waiting, self._newest, self._given = (number, copy), number, number
+            overtaken = bool(self._waiting) and not self._waiting[-1].pinned
+            self._skipped += overtaken or self._newest not in (self._given, number)
+            earlier = self._waiting[:-1] if overtaken else self._waiting
+            self._waiting = [*earlier, WaitingWeights(number, copy, pinned)]
+            self._newest, self._given = max(number, self._newest or 0), number
             self._first = number if self._first is None else self._first
             self._change.notify_all()
 
@@ -159,21 +175,22 @@ class Publisher:
                 self._working = False
                 self._change.notify_all()
                 self._change.wait_for(lambda: self._waiting or self._closing)
-                if self._waiting is None:
+                if not self._waiting:
                     return
-                (number, state), self._waiting = self._waiting, None
+                next_up = self._waiting.pop(0)
                 skipped, self._skipped, self._working = self._skipped, 0, True
             try:
-                self._publish(number, state, skipped)
+                self._publish(next_up.number, next_up.weights, skipped)
                 self.problem, wait_s = "", WAIT_S
             except OSError as error:  # the store is away: again, with newer weights if there are any by then
                 self._last = None if self.part.count == 1 else self._last
                 self.problem = f"{type(error).__name__}: {error}"
                 with self._change:
-                    newer = self._waiting is not None
-                    self._waiting, self._skipped = self._waiting or (number, state), self._skipped + skipped + newer
+                    overtaken = bool(self._waiting) and not next_up.pinned
+                    self._waiting = self._waiting if overtaken else [next_up, *self._waiting]
+                    self._skipped += skipped + overtaken
                     if self._closing:
-                        self._waiting, self._error = None, error
+                        self._waiting, self._error = [], error
                     self._change.wait_for(lambda: self._closing, wait_s)
                 wait_s = min(2 * wait_s, MAX_WAIT_S)
             except Exception as error:  # raised in the trainer at its next step
@@ -198,7 +215,7 @@ class Publisher:
         self.history.append(Published(version, self.clock.monotonic() - started, skipped))
         if version.full and self.part.number == 0:
             with suppress(OSError):  # the next full version prunes again
-                prune(self.store, self.keep)
+                prune(self.store, self.keep, self.pinned)
 
     def _commit(self, number: int) -> Version:
         """Make a version visible as soon as every process has written its part."""
@@ -215,3 +232,10 @@ class Publisher:
             if wait_s == MAX_POLL_S:
                 self.problem = f"version {number} waits for the part of another process"
         return found
+
+
+def copied(weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Return a copy of the weights on the CPU."""
+    pairs = weights.items() if isinstance(weights, Mapping) else weights
+    with torch.no_grad():
+        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in pairs}
