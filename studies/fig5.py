@@ -17,6 +17,7 @@ from etude.evaluation import held_out, statistics
 from etude.evaluation.plot import Axis, Line, Panel
 from etude.evaluation.run_results import validations
 from etude.rollouts.queue import RolloutQueue
+from etude.rollouts.settings import load_evaluation
 from etude.runs.layout import RunLayout
 from etude.runs.run import Run
 from etude.system.progress import ProgressCallback
@@ -88,7 +89,8 @@ def read_evaluations(run: Path) -> tuple[str, list[Metrics], Metrics]:
             "recipe has [evaluation], with `every` set for more than the first and the last"
         )
     with closing(RolloutQueue.open_read_only(RunLayout(run).evaluations)) as queue:
-        name = "" if opened.settings.evaluation is None else Path(opened.settings.evaluation.validation).name
+        settings = load_evaluation(RunLayout(run))
+        name = "" if settings is None else Path(settings.validation).name
         ends = [held_out.results(queue, evaluations[index]["step"], name) for index in (0, -1)]
     return opened.settings.name, evaluations, statistics.compare(*ends)
 

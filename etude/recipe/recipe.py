@@ -200,9 +200,7 @@ class Recipe(RunSettings):
             return self
         for key in ("benchmarks", "sampler"):
             if getattr(self.evaluation, key):
-                raise ValueError(
-                    f'evaluation.{key} would not be used: it is for the time that "rl" runs, not in stages'
-                )
+                raise ValueError(f'evaluation.{key} would not be used: it needs the stage "rl", which is not in stages')
         return self
 
     @model_validator(mode="after")

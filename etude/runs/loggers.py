@@ -46,9 +46,8 @@ def _wandb(run: Run) -> tuple[Listener, Callable[[], object]]:
 
     def listen(stage: str, step: int, values: dict[str, Any]) -> None:
         # every stage counts its steps from 0, so each has its own axis
-        session.log(
-            {f"{_series(stage, values)}/{key}": value for key, value in {**_numbers(values), "step": step}.items()}
-        )
+        series, numbers = _series(stage, values), {**_numbers(values), "step": step}
+        session.log({f"{series}/{key}": value for key, value in numbers.items()})
 
     return listen, session.finish
 
