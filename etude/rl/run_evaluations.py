@@ -169,8 +169,8 @@ class RunEvaluations:
         else:
             if now - self._looked_at < LOOK_S:
                 return
-            self._looked_at = now
             if (found := self._next(pending, now)) is None:
+                self._looked_at = now
                 return
             at, version = found
         wanted = self._wanted_lease(at, version, step, over)

@@ -25,6 +25,12 @@ class EvaluationLease:
     sessions: int  # of the evaluation, at most at once
     expires: float = 0.0  # seconds since the epoch, on the run service's clock
 
+    def is_served_with(self, version: int | None) -> bool:
+        """Return whether a leased sampler that has these weights serves the evaluation."""
+        if version is None or self.version is None:
+            return version is not None
+        return version >= self.version if self.shared else version == self.version
+
     def is_same(self, other: "EvaluationLease | None") -> bool:
         """Return whether another lease differs at most in its end."""
         return other is not None and replace(other, expires=self.expires) == self

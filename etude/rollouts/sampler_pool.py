@@ -18,12 +18,14 @@ from types import TracebackType
 from typing import Any, Self
 
 from etude.errors import EtudeError, InputError
+from etude.harness.trace_store import from_json
 from etude.inference.clients.http import HttpPolicy
 from etude.inference.clients.transport import RetryPolicy, ServerError, ServerUnreachable, Transport
 from etude.inference.policy import PolicyBase, Weights
 from etude.inference.request import Completion
 from etude.inference.sampling import Sampling
 from etude.inference.settings import EVALUATION
+from etude.rollouts.leases import EvaluationLease
 from etude.runs.client import LONG_POLL_S, RunClient
 from etude.runs.member import RunMember
 
@@ -78,13 +80,12 @@ class SamplerEndpoint:
 
     def serves(self, step: int | None) -> bool:
         """Return whether it serves the evaluation of this step; None: training."""
-        lease = self.status.get("lease")
-        if step is None:
-            free = lease is None or lease["shared"]
-            return free and self.status.get("purpose") != EVALUATION and self.status.get("leased") is None
-        if lease is None or lease["step"] != step:
-            return False
-        return bool(lease["shared"] or lease["version"] == self.status["version"])
+        found = self.status.get("lease")
+        lease = None if found is None else from_json(EvaluationLease, found, "lease")
+        if step is not None:
+            return lease is not None and lease.step == step and lease.is_served_with(self.status["version"])
+        free = lease is None or lease.shared
+        return free and self.status.get("purpose") != EVALUATION and self.status.get("leased") is None
 
     def on_success(self) -> None:
         self.failures = 0

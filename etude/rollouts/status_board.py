@@ -81,7 +81,7 @@ class StatusBoard:
         if (lease := self.lease) is None:
             return False
         ready = [each for name in lease.samplers if (each := self.samplers.get(name)) and each["state"] == "ready"]
-        return any(lease.shared or each["version"] == lease.version for each in ready)
+        return any(lease.is_served_with(each["version"]) for each in ready)
 
     def instructions(self, name: str, now: float) -> dict[str, Any] | None:
         """Return what a sampler must know of its lease; None if it has none."""
