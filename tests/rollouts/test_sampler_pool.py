@@ -7,6 +7,8 @@ import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from etude.errors import InputError
+from etude.inference.policy import Policy
 from etude.inference.sampling import Sampling
 from etude.rollouts import sampler_pool
+from etude.rollouts.leases import EvaluationLease
 from etude.rollouts.run_service import RunService
 from etude.rollouts.sampler_pool import SamplerPool, SamplersUnavailable, open_sampler_pool
 from etude.rollouts.settings import QueueSettings
@@ -311,3 +315,47 @@ def test_the_tokens_of_a_run_are_private_and_differ(service: RunService, member:
     assert service.layout.service_token.stat().st_mode & 0o077 == 0
     assert len(member.info.sampler_token) == 48
     assert member.info.sampler_token != token
+
+
+def test_leased_samplers_serve_their_evaluation_and_the_others_training(service: RunService, member: RunMember) -> None:
+    lease, sessions = EvaluationLease(20, 7, ("sampler-1", "sampler-2"), shared=False, sessions=9), count()
+
+    async def numbers(policy: Policy, requests: int = 6) -> set[int]:
+        found = [await policy.complete([1], ONE, session=f"s{next(sessions)}") for _ in range(requests)]
+        return {each.tokens[0] for each in found}
+
+    async def body() -> None:
+        async with AsyncExitStack() as stack:
+            policy = await stack.enter_async_context(open_sampler_pool(member, deadline_s=60))
+            await serve(stack, member, policy, says(0), says(1), says(2), says(3))
+            (urls := policy.directory.current())
+            announce(member, "sampler-3", urls["sampler-3"]["url"], purpose="evaluation")
+            assert await numbers(policy, 20) == {0, 1, 2}
+            service.board.set_lease(lease)
+            announce(member, "sampler-1", urls["sampler-1"]["url"], version=7, leased=7)
+            assert await numbers(policy.for_evaluation(20)) == {1}, "sampler-2 does not have the version yet"
+            assert await numbers(policy, 20) == {0}
+            policy.deadline_s = 0.1
+            with pytest.raises(SamplersUnavailable, match="it serves the evaluation of step 20"):
+                await policy.for_evaluation(30).complete([1], ONE)
+            policy.deadline_s = 60
+            # The lease has ended: sampler-1 serves training once it has the newest weights again.
+            service.board.set_lease(None)
+            announce(member, "sampler-2", urls["sampler-2"]["url"], version=8)
+            while policy.directory.current()["sampler-2"]["version"] != 8:
+                await asyncio.sleep(0.01)
+            assert await numbers(policy, 20) == {0, 2}
+            announce(member, "sampler-1", urls["sampler-1"]["url"], version=8, leased=None)
+            while policy.directory.current()["sampler-1"]["leased"] is not None:
+                await asyncio.sleep(0.01)
+            assert await numbers(policy, 20) == {0, 1, 2}
+            # A lease that training shares.
+            shared = replace(lease, samplers=("sampler-0",), shared=True)
+            service.board.set_lease(shared)
+            announce(member, "sampler-0", urls["sampler-0"]["url"], version=8)
+            while policy.directory.current()["sampler-0"]["version"] != 8:
+                await asyncio.sleep(0.01)
+            assert await numbers(policy.for_evaluation(20)) == {0}
+            assert await numbers(policy, 20) == {0, 1, 2}
+
+    asyncio.run(body())
