@@ -85,15 +85,15 @@ def train(rate: float, steps: int) -> Iterator[tuple[State, State]]:
     trainer = Trainer(model, AdamSettings(rate, weight_decay=0.0, round_to_bfloat16=True))
     old = published_weights(model)
     for _ in range(steps):
-        trainer.step([rollouts()], PolicyGradient(), divisor=GROUP * TOKENS)
+        trainer.step([rollouts(MODEL["vocab_size"])], PolicyGradient(), divisor=GROUP * TOKENS)
         new = published_weights(model)
         yield old, new
         old = new
 
 
-def rollouts() -> RolloutBatch:
+def rollouts(vocabulary: int) -> RolloutBatch:
     """Return a group of random rollouts in which every token is sampled and has its rollout's advantage."""
-    tokens = torch.randint(MODEL["vocab_size"], (GROUP, TOKENS))
+    tokens = torch.randint(vocabulary, (GROUP, TOKENS))
     targets = torch.cat([tokens[:, 1:], torch.full((GROUP, 1), IGNORE)], 1)
     advantages = torch.tensor(group_advantages(torch.rand(GROUP).tolist()), dtype=torch.float32)[:, None].expand(
         GROUP, TOKENS

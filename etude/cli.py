@@ -22,6 +22,7 @@ from etude.agent.cli import agent
 from etude.errors import EtudeError, InputError
 from etude.inference.cli import serve
 from etude.pipeline.sweep_cli import sweep
+from etude.rl.live_cli import change, drain
 from etude.system.terminal import Console, say
 from etude.viewer.cli import report, view
 
@@ -242,6 +243,13 @@ def status(
     say("\n".join(lines))
     if has_rl:
         Console().print(health_table(run))
+
+
+app.command(
+    epilog="Examples:\n\n  etude change runs/mine rl.temperature=0.9 rl.in_flight=32 rl.rewards.effort_spent=0.05\n\n"
+    f"  etude change runs/mine\n\n{EXIT_CODES}"
+)(change)
+app.command(epilog=f"Examples:\n\n  etude drain runs/mine\n\n  etude drain runs/mine worker-3\n\n{EXIT_CODES}")(drain)
 
 
 @app.command(

@@ -16,7 +16,7 @@ from typing import ClassVar, Protocol
 
 from etude.cluster.cluster import Cluster, Exit, Node, Resources, ServiceProcess, ServiceSpec
 from etude.errors import EtudeError, InputError
-from etude.runs.service_status import ServiceStatus
+from etude.runs.service_status import DRAINED, ServiceStatus
 from etude.system.clock import MACHINE_CLOCK, Clock
 
 SILENCE_S = 120.0  # a process without a status for so long is killed; loading torch alone may take 30 s
@@ -64,6 +64,7 @@ class Service:
     deaths: list[float] = field(default_factory=list)
     starts: int = 0
     finished: bool = False
+    retiring: bool = False  # it is not started again
     rendezvous: ExitStack = field(default_factory=ExitStack)  # the store by which its ranks find each other
 
     @property
@@ -84,9 +85,9 @@ class NodeServices:
     kind: str
     per_node: int
     resources: Resources
-    spec_of: Callable[[str, Node, int], ServiceSpec]  # from name, node and the number of all of them
+    spec_of: Callable[[str, Node], ServiceSpec]
     started: int = 0  # names are not used twice: a node that seemed lost may still run the old process
-    nodes: set[str] = field(default_factory=set)  # that have theirs, by id
+    nodes: dict[str, list[str]] = field(default_factory=dict)  # names of each node's, by its id
 
 
 class ServiceSupervisor:
@@ -102,7 +103,7 @@ class ServiceSupervisor:
     ) -> None:
         self.cluster, self.logs, self.statuses, self.on_death, self.clock = cluster, logs, statuses, on_death, clock
         self.services: dict[str, Service] = {}
-        self._on_nodes: list[NodeServices] = []
+        self._on_nodes: dict[str, NodeServices] = {}
 
     def __enter__(self) -> ServiceSupervisor:
         return self
@@ -115,10 +116,15 @@ class ServiceSupervisor:
         self.services[spec.name] = Service(spec)
 
     def add_on_nodes(
-        self, kind: str, per_node: int, resources: Resources, spec_of: Callable[[str, Node, int], ServiceSpec]
+        self, kind: str, per_node: int, resources: Resources, spec_of: Callable[[str, Node], ServiceSpec]
     ) -> None:
         """Add services `KIND-NUMBER` on every node, those that join later included."""
-        self._on_nodes.append(NodeServices(kind, per_node, resources, spec_of))
+        self._on_nodes[kind] = NodeServices(kind, per_node, resources, spec_of)
+        self._follow_nodes()
+
+    def set_per_node(self, kind: str, per_node: int) -> None:
+        """Have another number of services of a kind on every node. Those too many, the newest, are `retiring`."""
+        self._on_nodes[kind].per_node = per_node
         self._follow_nodes()
 
     def tick(self) -> None:
@@ -130,6 +136,9 @@ class ServiceSupervisor:
                 continue
             if service.processes:
                 self._watch(service)
+            elif service.retiring:
+                self.statuses.forget(service.name)
+                del self.services[service.name]
             elif self.clock.monotonic() >= service.restart_at:
                 self._start(service)
 
@@ -152,6 +161,14 @@ class ServiceSupervisor:
     def restarts(self) -> dict[str, int]:
         """Return how often each service was restarted, those that never were left out."""
         return {name: service.starts - 1 for name, service in self.services.items() if service.starts > 1}
+
+    def count(self, kind: str) -> int:
+        """Return the number of services of a kind that are on nodes and not retiring."""
+        return sum(map(len, self._on_nodes[kind].nodes.values()))
+
+    def retiring(self) -> list[str]:
+        """Return the services that are to end and have not yet."""
+        return [name for name, service in self.services.items() if service.retiring]
 
     def unplaced(self) -> set[str]:
         """Return the services that wait for resources."""
@@ -204,6 +221,9 @@ class ServiceSupervisor:
         """End what is left of a service, and say when it is started again; ServiceFailed if that would not help."""
         spec, now = service.spec, self.clock.monotonic()
         self._end_processes(service)
+        if ended.code == 0 and self._was_drained(service):
+            service.restart_at = now
+            return
         service.deaths = [when for when in service.deaths if now - when < DEATH_WINDOW_S]
         service.deaths += [] if ended.node_lost else [now]
         reason = f"rank {rank} of {spec.ranks} {ended.reason}" if spec.ranks > 1 else ended.reason
@@ -221,6 +241,11 @@ class ServiceSupervisor:
             del self.services[spec.name]
         service.restart_at = now + min(MAX_PAUSE_S, MIN_PAUSE_S * 2.0 ** max(0, len(service.deaths) - 1))
 
+    def _was_drained(self, service: Service) -> bool:
+        """Return whether a service ended because it was asked to: it is replaced at once, unless it retires."""
+        status = self.statuses.get(service.name, fresh=True)
+        return status is not None and status.state == DRAINED
+
     def _end_processes(self, service: Service) -> None:
         for process in service.processes:
             process.kill()
@@ -234,14 +259,18 @@ class ServiceSupervisor:
 
     def _follow_nodes(self) -> None:
         """Give nodes that have joined their services. Those of nodes that are gone end when their processes do."""
-        for each in self._on_nodes:
+        for each in self._on_nodes.values():
             nodes = {node.id: node for node in self.cluster.nodes(each.resources)}
-            each.nodes &= nodes.keys()
-            for id in sorted(nodes.keys() - each.nodes):
-                for number in range(each.started, each.started + each.per_node):
-                    self.add(each.spec_of(f"{each.kind}-{number}", nodes[id], each.per_node * len(nodes)))
-                each.started += each.per_node
-                each.nodes.add(id)
+            each.nodes = {id: each.nodes.get(id, []) for id in nodes}
+            for id, names in each.nodes.items():
+                for name in names[each.per_node :]:
+                    names.remove(name)
+                    if name in self.services:
+                        self.services[name].retiring = True
+                while len(names) < each.per_node:
+                    names.append(f"{each.kind}-{each.started}")
+                    self.add(each.spec_of(names[-1], nodes[id]))
+                    each.started += 1
 
 
 def _precedence(ended: Exit) -> int:

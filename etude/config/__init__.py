@@ -9,11 +9,14 @@ from etude.config.loading import (
     load_settings,
     load_table,
     make_settings,
+    merged,
+    override_values,
     read_toml,
     render_toml,
     settings_data,
     settings_keys,
     table_of,
+    table_values,
 )
 from etude.config.plugins import (
     Registry,
@@ -48,6 +51,8 @@ __all__ = [
     "load_table",
     "made_by",
     "make_settings",
+    "merged",
+    "override_values",
     "read_toml",
     "registered",
     "render_toml",
@@ -56,4 +61,5 @@ __all__ = [
     "settings_keys",
     "suggest",
     "table_of",
+    "table_values",
 ]

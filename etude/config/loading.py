@@ -64,14 +64,31 @@ def load_table(path: Path, table: str, settings: type[SettingsT]) -> SettingsT:
     A worker or sampler process reads its own part of the run's recipe this way without importing all of it. The
     recipe's plugins are imported first; InputError if one has changed since the recipe was recorded.
     """
+    return settings.model_validate(table_values(path, table, settings), context={"directory": path.parent})
+
+
+def table_values(path: Path, table: str, settings: type[Settings]) -> dict[str, Any]:
+    """Return the values of a table of a resolved recipe that belong to `settings`; its plugins are imported."""
     data: Any = read_toml(path)
     import_plugins(data.get("plugins", ()), data.get("plugin_digests"))
     for name in table.split("."):
         data = data.get(name)
         if not isinstance(data, dict):
             raise InputError(f"recipe {path}: [{table}] is missing")
-    known = {name: value for name, value in data.items() if name in settings.model_fields}
-    return settings.model_validate(known, context={"directory": path.parent})
+    return {name: value for name, value in data.items() if name in settings.model_fields}
+
+
+def merged(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a table with some of its values replaced, those of tables in it one by one."""
+    return {
+        **table,
+        **{
+            key: merged(table[key], value)
+            if isinstance(value, Mapping) and isinstance(table.get(key), Mapping)
+            else value
+            for key, value in changes.items()
+        },
+    }
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -115,6 +132,14 @@ def _apply(overrides: Sequence[str], data: dict[str, Any]) -> tuple[dict[str, st
             table[name] = _parse_value(text.strip())
             overridden[".".join([*tables, name])] = override
     return overridden, problems
+
+
+def override_values(overrides: Sequence[str]) -> dict[str, Any]:
+    """Return overrides such as `rl.in_flight=8` as tables; InputError if one is not understood."""
+    data: dict[str, Any] = {}
+    if problems := _apply(overrides, data)[1]:
+        raise InputError("\n".join(problem.removeprefix("--set ") for problem in problems))
+    return data
 
 
 def _parse_value(text: str) -> object:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Self
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from etude.chat.dialects import DIALECTS
-from etude.config import Settings, make_settings, registered
+from etude.config import Settings, make_settings, merged, registered
 from etude.errors import InputError
 from etude.harness.budget import Budget
 from etude.harness.summary import SummarySettings
@@ -98,27 +98,14 @@ class AgentProfile(SessionSettings):
         if given > window:
             raise InputError(f"--window {given:,}: this model's window has {window:,} tokens")
         limit = given or min(base.window or window, window)
-        merged = _merge(base.model_dump(), {**changes, "window": limit})
+        values = merged(base.model_dump(), {**changes, "window": limit})
         largest = limit - 1 if found else limit // 4
         for table, key in (("budget", "max_turn_tokens"), ("summaries", "reserve")):
-            unused = table == "summaries" and merged[table]["mode"] == "off"
-            if merged[table][key] > largest and key not in changes.get(table, {}) and not unused:
-                merged[table][key] = limit // 4
-        return make_settings(cls, "options", **merged)
+            unused = table == "summaries" and values[table]["mode"] == "off"
+            if values[table][key] > largest and key not in changes.get(table, {}) and not unused:
+                values[table][key] = limit // 4
+        return make_settings(cls, "options", **values)
 
     def to_json(self) -> str:
         """Return the contents of `agent.json`."""
         return self.model_dump_json(indent=2) + "\n"
-
-
-def _merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a table with some of its values replaced, those of tables in it one by one."""
-    return {
-        **base,
-        **{
-            key: _merge(base[key], value)
-            if isinstance(value, Mapping) and isinstance(base.get(key), Mapping)
-            else value
-            for key, value in changes.items()
-        },
-    }

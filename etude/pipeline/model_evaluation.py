@@ -39,7 +39,7 @@ from etude.rollouts.settings import MODEL_STAGES, EvaluationSessions, Evaluation
 from etude.runs.client import RunServiceUnavailable
 from etude.runs.layout import RunLayout
 from etude.runs.run import Artefact, Run
-from etude.runs.service_status import StatusReader
+from etude.runs.service_status import ORCHESTRATOR, StatusReader
 from etude.system.progress import ProgressCallback
 from etude.tasks.task import Task
 from etude.weights.object_store import ObjectStore
@@ -236,12 +236,16 @@ class ModelScoring:
         watch, changes, finished, waiting_for = held_out.StallWatch(self.sessions.stall_s), -1, False, "the run service"
         watch.restart(time.monotonic())
         state: object = None
+        workers = 0  # that the run service knows of: each gets its share of the sessions
         while not finished:
             services.tick()
             with suppress(RunServiceUnavailable):  # it is starting
                 while dead:
                     queue.release(dead[-1])
                     dead.pop()
+                if workers != (count := services.count(WORKER)):
+                    queue.client.report_status(ORCHESTRATOR, workers=count)
+                    workers = count
                 if (figures := queue.state()).changes != changes:
                     ready, waiting_for = held_out.progress(queue, STEP).ready, figures.waiting_for
                     self.line.update(ready, self.model.name)

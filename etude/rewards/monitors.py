@@ -2,7 +2,7 @@
 
 A rate is compared with the run's own past, not with a level: a model that edits in few sessions, but in more and more,
 is improving. A monitor never changes a reward. The operator of a run responds to an alarm by giving a term a weight
-(`live_weights`).
+(`etude change`).
 """
 
 import math

@@ -178,6 +178,11 @@ class Curriculum:
     def __post_init__(self) -> None:
         self.set_tasks(self.tasks)
 
+    def change(self, settings: CurriculumSettings) -> None:
+        """Choose by other settings from now on."""
+        self.settings = settings
+        self.set_tasks(self.tasks)
+
     def set_tasks(self, tasks: Mapping[str, str]) -> None:
         """Choose from these tasks from now on."""
         if not tasks:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,17 +15,16 @@ from rich.table import Table
 from etude.errors import InputError
 from etude.rollouts.queue import RolloutQueue
 from etude.runs.layout import RunLayout
-from etude.runs.service_status import read_statuses
+from etude.runs.service_status import ServiceView, read_statuses
 
 Facts = dict[str, Any]
-SILENT_S = 10.0  # services report every second; a busy machine is late
 
 
 @dataclass(frozen=True)
 class RlHealth:
     """The health of an RL run as data."""
 
-    services: list[Facts]  # name, node, state, silent_s, about
+    services: list[ServiceView]
     rollouts: dict[str, dict[str, int]]  # by state, of the training and the evaluation queue
     deaths: list[Facts]  # of processes, oldest first: time, name, why
 
@@ -36,13 +34,7 @@ def rl_health(run: Path | str) -> RlHealth:
     layout = RunLayout(Path(run))
     if not layout.root.is_dir():
         raise InputError(f"{run} has no RL stage yet; name a run that has started its stage rl")
-    services = []
-    for name, status in read_statuses(layout).items():
-        facts, silent = status.facts, status.age_s > SILENT_S and status.state != "ended"
-        about = str(facts.get("waiting_for") or facts.get("problem") or "") or _figures(facts)
-        state = "silent" if silent else status.state
-        facts = {"name": name, "node": str(facts.get("host", "")), "state": state}
-        services.append({**facts, "silent_s": round(status.age_s, 1), "about": about})
+    services = [ServiceView.of(name, status) for name, status in read_statuses(layout).items()]
     rollouts = {}
     for name, path in (("training", layout.slots), ("evaluation", layout.evaluations)):
         if path.exists():
@@ -61,24 +53,17 @@ def health_table(run: Path | str, now: float | None = None) -> Table:
     now = time.time() if now is None else now
     health = rl_health(run)
     table = Table(box=None, header_style="bold")
-    for column in ("service", "node", "state", "last status", "waiting for, or figures"):
-        table.add_column(column, overflow="fold", no_wrap=column != "waiting for, or figures")
+    for column in ("service", "state", "host", "version", "load", "waiting for"):
+        table.add_column(column, overflow="fold", no_wrap=column in ("service", "state"))
     for service in health.services:
-        name, node, state, about = (escape(service[key]) for key in ("name", "node", "state", "about"))
-        table.add_row(name, node, state, f"{service['silent_s']:.0f} s ago", about)
+        state = f"silent {service.age_s:.0f} s" if service.state == "silent" else service.state
+        found = (service.name, state, service.host, service.version, service.load, service.waiting_for)
+        table.add_row(*map(escape, found))
     for name, states in health.rollouts.items():
         counts = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
-        table.add_row(name, "", "rollouts", "", counts or "none")
+        table.add_row(name, "rollouts", "", "", "", counts or "none")
     if health.deaths:
         last = health.deaths[-1]
-        text = f"{len(health.deaths)}, the last: {last['name']} {last['why']}"
-        table.add_row("deaths", "", "", f"{now - last['time']:.0f} s ago", escape(text))
+        text = f"the last {now - last['time']:.0f} s ago: {last['name']} {last['why']}"
+        table.add_row("deaths", str(len(health.deaths)), "", "", "", escape(text))
     return table
-
-
-def _figures(status: Mapping[str, Any]) -> str:
-    labels = {"step": "step", "version": "version", "running": "running", "waiting": "waiting", "tokens_s": "tokens/s"}
-    found = [f"{label} {status[name]}" for name, label in labels.items() if isinstance(status.get(name), int | float)]
-    found += [f"on {status['cluster']}"] if "cluster" in status else []
-    held = status.get("held")
-    return ", ".join([*found, f"{len(held)} rollouts"] if isinstance(held, list | dict) else found)

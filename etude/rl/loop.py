@@ -263,9 +263,11 @@ def publish(loop: RlLoop) -> None:
 
 
 def publish_pending(loop: RlLoop) -> None:
-    """Publish weights that waited for an earlier upload, if this rank has finished it."""
-    if loop.learner.waits and not loop.learner.publisher.busy:
-        loop.learner.lead("publish_pending")
+    """Publish weights that waited for an earlier upload, if this rank has finished it; raise its failure."""
+    learner = loop.learner
+    learner.publisher.check()
+    if learner.waits and not learner.publisher.busy:
+        learner.lead("publish_pending")
 
 
 def finish_publishing(loop: RlLoop) -> None:

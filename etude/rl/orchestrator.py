@@ -11,7 +11,7 @@ with `--resume` continues from the queue, the trainer's newest checkpoint and th
 import json
 import os
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,17 +33,19 @@ from etude.rl.settings import RlSettings
 from etude.rl.sibling_process import read_siblings
 from etude.rl.starting_model import copy_checkpoint, make_starting_model
 from etude.rl.trainer_process import checkpoints, intact_checkpoints
+from etude.rollouts.live_settings import LiveSettings, differing, record_changes
 from etude.rollouts.queue import RolloutQueue
 from etude.rollouts.queue_client import AnyQueue, QueueClient
 from etude.rollouts.queue_reader import IN_FLIGHT_STATES
 from etude.rollouts.queue_records import QueueState
 from etude.rollouts.run_queues import open_queues
 from etude.rollouts.settings import EvaluationSettings, load_queues
+from etude.rollouts.worker_client import drain_worker
 from etude.runs.address import choose_address
 from etude.runs.client import RunClient, RunServiceUnavailable
 from etude.runs.layout import RunLayout
 from etude.runs.run import Parent, Run
-from etude.runs.service_status import RUN_SERVICE, StatusReader
+from etude.runs.service_status import ORCHESTRATOR, RUN_SERVICE, StatusReader
 from etude.system.clock import MACHINE_CLOCK, Clock
 from etude.system.progress import ProgressCallback
 from etude.system.terminal import say
@@ -85,7 +87,7 @@ def run_rl(
             run, settings, layout, queue, evaluations, statuses, tasks, seed, report, evaluation
         )
         services.on_death = orchestrator.on_process_death
-        add_rl_services(services, layout, settings, cluster, client.url, evaluation)
+        add_rl_services(services, layout, orchestrator.live.settings, cluster, client.url, evaluation)
         orchestrate(orchestrator, services)
     with (
         closing(RolloutQueue.open_read_only(layout.slots)) as ended,
@@ -106,7 +108,9 @@ def orchestrate(orchestrator: "Orchestrator", services: ServiceSupervisor) -> No
 
 
 @contextmanager
-def run_service(services: ServiceSupervisor, layout: RunLayout) -> Iterator[RunClient]:
+def run_service(
+    services: ServiceSupervisor, layout: RunLayout, open_client: Callable[..., RunClient] = RunClient.beside
+) -> Iterator[RunClient]:
     """Have the run service started first and stopped last; give a client that does not wait for it.
 
     What the orchestrator does not get done in one tick it does in the next.
@@ -117,7 +121,7 @@ def run_service(services: ServiceSupervisor, layout: RunLayout) -> Iterator[RunC
         say("etude: warning: the run service has no TLS: its token can be read on the network", file=sys.stderr)
     arguments = (str(layout.run), "--root", layout.service_root)
     services.add(ServiceSpec(RUN_SERVICE, "etude.rollouts.run_service", arguments))
-    with closing(RunClient.beside(layout, patience_s=0)) as client:
+    with closing(open_client(layout, patience_s=0)) as client:
         try:
             yield client
         finally:
@@ -239,7 +243,7 @@ class Orchestrator:
     """The work of every tick, and the state kept between ticks."""
 
     run: Run
-    settings: RlSettings
+    settings: RlSettings  # of the recipe
     layout: RunLayout
     queue: AnyQueue
     evaluations: AnyQueue
@@ -249,6 +253,7 @@ class Orchestrator:
     report: ProgressCallback
     evaluation: EvaluationSettings | None = None  # RL never looks at its test sets
     clock: Clock = MACHINE_CLOCK
+    live: LiveSettings[RlSettings] = field(init=False)  # the settings in force
     logged_steps: int = field(init=False)  # steps whose facts are in the metrics
     scoring: RunEvaluations | None = field(init=False, default=None)
     process_deaths: list[str] = field(init=False, default_factory=list)
@@ -263,8 +268,9 @@ class Orchestrator:
     reported_at: float = field(init=False, default=0.0)
 
     def __post_init__(self) -> None:
+        self.live = LiveSettings(self.layout, RlSettings)
         kinds = {name: kind_of(task) for name, task in self.tasks.train.items()}
-        self.curriculum = Curriculum(kinds, self.seed, self.settings.curriculum)
+        self.curriculum = Curriculum(kinds, self.seed, self.live.settings.curriculum)
         records = self.run.metrics("rl")
         self.step_records = {record["step"]: record for record in records if not record.get("evaluation")}
         self.step_identities = {step: step_identity(record) for step, record in self.step_records.items()}
@@ -280,6 +286,7 @@ class Orchestrator:
                 sets_of(self.tasks.held_out),
                 self.statuses.get,
                 ObjectStore(self.layout.store),
+                lambda: self.live.settings.in_flight,
                 self.clock,
             )
 
@@ -296,6 +303,7 @@ class Orchestrator:
         """Do what is to be done; nothing, beside reporting, if nothing has changed since the last tick."""
         step, self.unplaced = self.step, services.unplaced()
         self.release_slots()
+        self.apply_changes(services, step)
         state, evaluated = self.queue.state(), self.evaluations.state()
         seen = (step, state.changes, evaluated.changes, self.sampler_versions())
         if seen != self.seen:
@@ -314,6 +322,25 @@ class Orchestrator:
         if self.scoring is not None:
             self.scoring.tick(step, over, self.logged_steps, evaluated)
             self.judge_validation()
+
+    def apply_changes(self, services: ServiceSupervisor, step: int) -> None:
+        """Apply what was changed in the settings since the last tick, and record it with the next policy step.
+
+        The trainer records reward weights, with the step whose groups it scores with them.
+        """
+        before, now = self.live.settings, self.live.current()
+        changed = {key: each for key, each in differing(before, now).items() if key != "rewards"}
+        if "curriculum" in changed:
+            self.curriculum.change(now.curriculum)
+            self.layout.exhausted.unlink(missing_ok=True)
+        if "workers" in changed:
+            services.set_per_node(WORKER, now.workers)
+        if changed:
+            record_changes(self.layout, step + 1, changed)
+            self.seen = None
+        for name in services.retiring():
+            if self.statuses.get(name) is not None and isinstance(self.queue, QueueClient):
+                drain_worker(self.queue.client, name)
 
     def update_served_step(self) -> None:
         """Record in the queue the oldest policy step whose weights a sampler still serves."""
@@ -420,8 +447,9 @@ class Orchestrator:
             scoring = self.scoring.facts() if self.scoring is not None else {}
             self.evaluating = str(scoring.get("evaluates", ""))
             waiting = f"resources: {lacking}" if (lacking := services.waiting_for()) else ""
-            facts = {"counts": counts, "deaths": services.restarts(), "cluster": services.cluster.name}
-            self.statuses.report("orchestrator", step=step, waiting_for=waiting, **facts, **scoring)
+            facts: Facts = {"counts": counts, "deaths": services.restarts(), "cluster": services.cluster.name}
+            facts |= {"workers": services.count(WORKER), "problem": self.live.problem, **scoring}
+            self.statuses.report(ORCHESTRATOR, step=step, waiting_for=waiting, **facts)
 
     def on_process_death(self, name: str, reason: str) -> None:
         """Record the death."""

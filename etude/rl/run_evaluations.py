@@ -48,6 +48,7 @@ class RunEvaluations:
     tasks: Mapping[str, Sequence[str]]  # by set, each as SET/TASK
     status_of: Callable[[str], ServiceStatus | None]
     store: ObjectStore
+    in_flight: Callable[[], int]  # rollouts that may run at once
     clock: Clock = MACHINE_CLOCK
     lease: EvaluationLease | None = field(init=False, default=None)
     logged: set[tuple[int, str]] = field(init=False)  # steps and sets whose results are in the metrics
@@ -210,7 +211,7 @@ class RunEvaluations:
 
     def _wanted_lease(self, at: int, version: int, step: int, over: bool) -> EvaluationLease | None:
         """Return the lease that the evaluation of step `at` should have now; None if no sampler is to spare."""
-        limit, held = self.settings.in_flight, version
+        limit, held = self.in_flight(), version
         training = [f"{SAMPLER}-{number}" for number in range(self.settings.sampler.count)]
         trains_rollouts = not over and self.settings.control != "imitation"
         sessions = max(1, limit // 2) if trains_rollouts else limit  # the other half is for training

@@ -64,9 +64,8 @@ def add_session_services(
     environment = service_environment(layout)
     needed = options.worker.resources(having=options.worker_resource)
 
-    def worker(name: str, node: Node, count: int) -> ServiceSpec:
-        share = ("--max-rollouts", str(-(-settings.in_flight // count)))
-        known = ("--service", url, "--name", name, *share)
+    def worker(name: str, node: Node) -> ServiceSpec:
+        known = ("--service", url, "--name", name)
         return ServiceSpec(
             name, "etude.rollouts.worker", known, environment, where="anywhere", node=node.id, resources=needed
         )

@@ -13,7 +13,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,6 @@ from etude.model.peft import load_beside, relative_base
 from etude.model.trainer_parts import check_expert_ranks
 from etude.model.transformer import Transformer, compile_blocks, compile_forwards
 from etude.parallel.led import led
-from etude.rewards.live_weights import LiveWeights
 from etude.rl.best_checkpoint import kept_steps, read_scores
 from etude.rl.imitation import demonstration_steps, open_mixture
 from etude.rl.learner import Learner
@@ -46,6 +45,7 @@ from etude.rl.loop import RlLoop, finish_publishing, learn, publish
 from etude.rl.objective import PolicyGradient
 from etude.rl.services import TRAINER
 from etude.rl.settings import OBJECTIVES, RlSettings, open_rl_run
+from etude.rollouts.live_settings import LiveSettings, differing, record_changes
 from etude.rollouts.queue_client import AnyQueue, QueueClient
 from etude.rollouts.settings import EvaluationSettings, load_evaluation, load_queues
 from etude.rollouts.stored_traces import StoredTraces
@@ -151,7 +151,7 @@ def resumed_loop(layout: RunLayout, settings: RlSettings, learner: Learner, clie
         evaluations,
         max(queue.newest_version(), -1 if stored is None else stored),
         seed=run_seed(layout),
-        reward_weights=LiveWeights(layout.run, settings.rewards).at,
+        reward_weights=live_rewards(LiveSettings(layout, RlSettings)),
         evaluation=evaluation,
         lineage=evaluations.lineage() if evaluations is not None else 0,
         pins=needed_versions(evaluation, evaluations, trainer.step_count),
@@ -167,7 +167,7 @@ def open_learner(layout: RunLayout, settings: RlSettings, mesh: TrainingMesh | N
     """Give this rank of the trainer, restored from the newest intact checkpoint."""
     trainer = open_trainer(layout, settings, mesh)
     tokenizer, weights = Tokenizer.load(layout.model), settings.weights
-    evaluation = load_evaluation(layout)
+    evaluation, live = load_evaluation(layout), LiveSettings(layout, RlSettings)
     with Publisher(
         ObjectStore(layout.store),
         full_every=weights.full_every,
@@ -184,8 +184,20 @@ def open_learner(layout: RunLayout, settings: RlSettings, mesh: TrainingMesh | N
             tokenizer.end_of_text,
             load_trace=trace_loader(layout),
             demonstrations=open_demonstrations(layout, settings, trainer, tokenizer.end_of_text),
-            save=lambda: write_checkpoint(layout, trainer, tokenizer, settings, evaluation),
+            save=lambda: write_checkpoint(layout, trainer, tokenizer, live.current(), evaluation),
         )
+
+
+def live_rewards(live: LiveSettings[RlSettings]) -> Callable[[int], Mapping[str, float]]:
+    """Return a function that gives the reward weights of a policy step, and records a change with the step."""
+
+    def at(step: int) -> Mapping[str, float]:
+        before = live.settings
+        changed = {key: each for key, each in differing(before, live.current()).items() if key == "rewards"}
+        record_changes(live.layout, step, changed)
+        return live.settings.rewards
+
+    return at
 
 
 def trace_loader(layout: RunLayout) -> Callable[[str], Trace]:

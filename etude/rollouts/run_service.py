@@ -34,8 +34,8 @@ from starlette.routing import Route
 from etude.errors import EtudeError, InputError
 from etude.harness.trace_store import from_json
 from etude.inference.latency import Histogram
-from etude.rewards.live_weights import LiveWeights
 from etude.rollouts.leases import evaluated_step, step_prefix
+from etude.rollouts.live_settings import LiveSettings
 from etude.rollouts.queue import RolloutQueue, StaleClaim, SupersededWorker
 from etude.rollouts.queue_records import HeldSlot, Slot
 from etude.rollouts.run_files import RunFiles
@@ -45,7 +45,7 @@ from etude.rollouts.status_board import Bell, StatusBoard
 from etude.runs.address import choose_address, read_address, run_token, service_settings
 from etude.runs.client import DISK_FULL, LONG_POLL_S, PROTOCOL, PROTOCOL_HEADER, RUN_HEADER, status_facts
 from etude.runs.layout import RL_ROOT, RunLayout
-from etude.runs.service_status import RUN_SERVICE, write_copy
+from etude.runs.service_status import DRAINED, ORCHESTRATOR, RUN_SERVICE, WORKER, write_copy
 from etude.system.clock import MACHINE_CLOCK, Clock
 from etude.system.http import RequestGuard, bind, cancel_on_disconnect, serving
 from etude.system.processes import die_with_parent, parent_process
@@ -95,10 +95,13 @@ class RunService:
         self,
         layout: RunLayout,
         queues: Mapping[QueueName, RolloutQueue],
-        rewards: LiveWeights,
+        workers: int = 1,
+        live: LiveSettings[RolloutSettings] | None = None,
         clock: Clock = MACHINE_CLOCK,
     ) -> None:
-        self.layout, self.queues, self.rewards, self.clock = layout, queues, rewards, clock
+        self.layout, self.queues, self.workers, self.live, self.clock = layout, queues, workers, live, clock
+        self.in_flight = max((queue.settings.in_flight for queue in queues.values()), default=1)  # by the recipe
+        self.draining: dict[str, str] = {}  # sessions of workers that shall end, by name
         self.files = RunFiles(layout)
         self.board = StatusBoard.restored(layout)
         self.work = Bell()  # rings when slots can be claimed
@@ -111,7 +114,18 @@ class RunService:
     async def enlist(self, request: Request) -> Any:
         """Begin a session of a worker, which ends that of an earlier process of its name."""
         name, wanted = request.path_params["name"], await read_json(request)
+        if self.draining.get(name) != wanted["session"]:
+            self.draining.pop(name, None)
         return sum(queue.enlist(name, wanted["session"]) for queue in self.queues.values())
+
+    async def drain(self, request: Request) -> Any:
+        """Have a worker claim no more slots, finish its rollouts and end. Its next process is not concerned."""
+        name = request.path_params["name"]
+        status = self.board.statuses.get(name, {})
+        if status.get("kind") != WORKER:
+            raise InputError(f"this run has no worker {name!r}")
+        self.draining[name] = status["session"]
+        self.work.ring()
 
     async def claim(self, request: Request) -> Any:
         """Claim slots, evaluations first; if there are none, wait for some."""
@@ -123,7 +137,7 @@ class RunService:
         async def wait() -> list[tuple[QueueName, Slot]]:
             while (left := deadline - self.clock.monotonic()) > 0:
                 await self.work.wait(left)
-                if found := self._claim(name, wanted):
+                if (found := self._claim(name, wanted)) or self.draining.get(name) == wanted["session"]:
                     return found
             return []
 
@@ -131,6 +145,8 @@ class RunService:
 
     def _claim(self, name: str, wanted: Mapping[str, Any]) -> list[tuple[QueueName, Slot]]:
         found: list[tuple[QueueName, Slot]] = []
+        if self.draining.get(name) == wanted["session"]:
+            return found
         now, session = self.clock.time(), {"session": wanted["session"], "request": wanted["request"]}
         for queue in (queue for queue in QUEUES if queue in self.queues):
             left, prefix = int(wanted["count"]) - len(found), ""
@@ -165,7 +181,8 @@ class RunService:
     async def heartbeat(self, request: Request) -> Any:
         """Renew the leases of what a worker holds, record its status, and tell it what has changed."""
         name, wanted = request.path_params["name"], await read_json(request)
-        self.board.report(name, wanted["status"], self.clock.time())
+        status = {**wanted["status"], "kind": WORKER, "session": wanted["session"]}
+        self.board.report(name, status, self.clock.time())
         lost: dict[str, list[tuple[int, int]]] = {}
         for queue_name, queue in self.queues.items():
             held = [HeldSlot(*each) for each in wanted["held"].get(queue_name, ())]
@@ -177,9 +194,27 @@ class RunService:
         return {
             "lost": lost,
             "next_s": min(interval, lease / HEARTBEATS_PER_LEASE),
-            "rewards": dict(self.rewards.current()),
-            "rewards_problem": self.rewards.problem,
+            "max_rollouts": self.share(),
+            "drain": self.draining.get(name) == wanted["session"],
+            "changes": self.live.changes if self.live else {},
+            "problem": self.live.problem if self.live else "",
         }
+
+    def share(self) -> int:
+        """Return how many of the rollouts in flight one worker may run."""
+        workers = self.board.statuses.get(ORCHESTRATOR, {}).get("workers") or self.workers
+        return -(-self.apply_changes() // int(workers))
+
+    def apply_changes(self) -> int:
+        """Apply changes of the run's settings to the queues; return how many rollouts may be in flight."""
+        if self.live is None:
+            return self.in_flight
+        settings = self.live.current()
+        in_flight = settings.in_flight if "in_flight" in self.live.changes else self.in_flight
+        for queue in self.queues.values():
+            if queue.settings.in_flight != in_flight:
+                queue.settings = queue.settings.model_copy(update={"in_flight": in_flight})
+        return in_flight
 
     async def leave(self, request: Request) -> Any:
         """End a session of a worker and requeue its slots."""
@@ -283,7 +318,7 @@ class RunService:
         text.family("workers_waiting", "gauge", "Workers that wait for a slot.", ("", len(self.work)))
         text.labelled("requests_total", "counter", "Requests by endpoint.", "endpoint", self.requests)
         text.family("request_seconds", "histogram", "Time to a response, waiting excluded.", *self.latency.lines())
-        text.family("cpu_seconds_total", "counter", "CPU time of this process.", ("", time.process_time()))
+        service_metrics(text, self.board.ages(self.clock.time()) | {RUN_SERVICE: self.own_status() | {"age_s": 0.0}})
         return PlainTextResponse(str(text))
 
     # ------------------------------------------------------------------------------------------ the application
@@ -323,6 +358,7 @@ class RunService:
             ("POST", "/workers/{name}/claim", self.claim),
             ("POST", "/workers/{name}/heartbeat", self.heartbeat),
             ("POST", "/workers/{name}/leave", self.leave),
+            ("POST", "/workers/{name}/drain", self.drain),
             ("POST", "/queues/{queue}/report/{kind}", self.report),
             ("POST", "/queues/{queue}/{method}", self.call),
             *self.files.endpoints(),
@@ -346,6 +382,7 @@ class RunService:
                 for name, queue in self.queues.items():
                     queue.reconcile(now, queue.last_step() if name == "training" else NO_STEP)
                 self._read_lease()  # it may have expired
+                self.apply_changes()
                 self.board.expire(now)
                 if now >= copy_at:
                     copy_at = now + max(COPY_S, len(self.board.statuses) / STATUSES_PER_S)
@@ -368,6 +405,38 @@ class RunService:
         with suppress(OSError):
             ended = {"state": "ended", "time": self.clock.time()}
             write_copy(self.layout, self.board.statuses | {RUN_SERVICE: self.own_status() | ended})
+
+
+# Figures of statuses that are metrics, by service: kind and meaning.
+SERVICE_METRICS = {
+    "age_s": ("gauge", "Seconds since the last status."),
+    "cpu_s": ("counter", "CPU time of the process."),
+    "version": ("gauge", "Weight version that the service has."),
+    "step": ("gauge", "Policy steps taken."),
+    "rollouts": ("gauge", "Rollouts that a worker runs."),
+    "max_rollouts": ("gauge", "Rollouts that a worker may run at once."),
+    "running": ("gauge", "Sequences that a sampler decodes."),
+    "waiting": ("gauge", "Sequences that wait for a sampler."),
+    "tokens_s": ("gauge", "Tokens that a sampler produces in a second."),
+}
+
+
+def service_metrics(text: PrometheusText, statuses: Mapping[str, Mapping[str, Any]]) -> None:
+    """Add what every service has reported: only this process has an address that is known from outside."""
+    labels = {name: f'service="{name}",host="{facts.get("host", "")}"' for name, facts in statuses.items()}
+    up = {name: facts.get("state") not in ("ended", "failed", DRAINED) for name, facts in statuses.items()}
+    text.family(
+        "service_up",
+        "gauge",
+        "1 for a service whose last status was not its end, with its state.",
+        *((f'{{{labels[name]},state="{statuses[name].get("state")}"}}', float(value)) for name, value in up.items()),
+    )
+    for key, (kind, meaning) in SERVICE_METRICS.items():
+        found = {name: facts[key] for name, facts in statuses.items() if isinstance(facts.get(key), int | float)}
+        if found:
+            name = {"age_s": "status_age_seconds", "cpu_s": "cpu_seconds_total"}.get(key, key)
+            rows = ((f"{{{labels[service]}}}", float(value)) for service, value in found.items())
+            text.family(f"service_{name}", kind, meaning, *rows)
 
 
 class HandshakeGuard:
@@ -502,10 +571,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         resource.setrlimit(
             resource.RLIMIT_NOFILE, (FILES if hard == resource.RLIM_INFINITY else min(FILES, hard), hard)
         )
-        sessions = load_sessions(layout)
-        weights = sessions.rewards if isinstance(sessions, RolloutSettings) else {"correctness": 1.0}
+        sessions, live = load_sessions(layout), None
+        if isinstance(sessions, RolloutSettings) and layout.service_root == RL_ROOT:
+            live = LiveSettings(layout, RolloutSettings)
         with open_queues(layout) as queues:
-            service = RunService(layout, queues, LiveWeights(layout.run, weights))
+            service = RunService(layout, queues, sessions.workers, live)
             asyncio.run(serve(layout, service))
             service.end()
     except (EtudeError, OSError) as error:

@@ -21,6 +21,7 @@ from etude.errors import EtudeError, InputError
 from etude.harness.trace_store import from_json
 from etude.inference.clients.http import HttpPolicy
 from etude.inference.clients.transport import RetryPolicy, ServerError, ServerUnreachable, Transport
+from etude.inference.known_routing import RoutingCache
 from etude.inference.policy import PolicyBase, Weights
 from etude.inference.request import Completion
 from etude.inference.sampling import Sampling
@@ -157,6 +158,7 @@ class SamplerPool(PolicyBase):
         self._replaced: list[SamplerEndpoint] = []  # to be closed when their requests have ended
         self._session_samplers: OrderedDict[str, str] = OrderedDict()
         self._known: object = None  # what the directory said at the last refresh
+        self._routing = RoutingCache()  # of sessions, which may move from one sampler to another
         self._health_transport = Transport(self._token, RetryPolicy(timeout=HEALTH_TIMEOUT_S, attempts=1))
         self._health_task: asyncio.Task[None] | None = None
         self._closed = False
@@ -199,7 +201,7 @@ class SamplerPool(PolicyBase):
             endpoint = await self._choose_endpoint(session, step, deadline)
             started = time.monotonic()
             try:
-                found = await self._send(endpoint, tokens, sampling)
+                found = await self._send(endpoint, tokens, sampling, session)
                 endpoint.on_success()
                 return found
             except ServerError as error:
@@ -221,9 +223,11 @@ class SamplerPool(PolicyBase):
                         f"samplers failed {losses} times while processing a request; last: {problem}"
                     )
 
-    async def _send(self, endpoint: SamplerEndpoint, tokens: Sequence[int], sampling: Sampling) -> list[Completion]:
+    async def _send(
+        self, endpoint: SamplerEndpoint, tokens: Sequence[int], sampling: Sampling, session: str
+    ) -> list[Completion]:
         """Return the completions of one sampler; ServerUnreachable if it is abandoned meanwhile."""
-        task = asyncio.create_task(endpoint.http.complete_many(tokens, sampling))
+        task = asyncio.create_task(endpoint.http.complete_many(tokens, sampling, session=session))
         endpoint.requests.add(task)
         try:
             return await task
@@ -301,7 +305,8 @@ class SamplerPool(PolicyBase):
             if _process(status) == (known.url, known.pid, known.host):
                 return
             self._replace(known)
-        http = HttpPolicy(status["url"], self._token, routing=self.routing, retry=RetryPolicy(attempts=1))
+        retry = RetryPolicy(attempts=1)
+        http = HttpPolicy(status["url"], self._token, routing=self.routing, retry=retry, known=self._routing)
         self._endpoints[name] = SamplerEndpoint(name, *_process(status), http)
 
     def _replace(self, endpoint: SamplerEndpoint) -> None:

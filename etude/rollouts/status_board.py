@@ -60,7 +60,12 @@ class StatusBoard:
         return cls({name: each.facts for name, each in read_copy(layout).items()})
 
     def report(self, name: str, facts: dict[str, Any], now: float) -> None:
-        self.statuses[name] = {**facts, "time": now}
+        before, facts = self.statuses.get(name, {}), {**facts, "time": now}
+        if facts.get("pid") == before.get("pid") and {"cpu_s", "time"} <= facts.keys() & before.keys():
+            seconds = now - before["time"]
+            busy = (facts["cpu_s"] - before["cpu_s"]) / seconds if seconds > 0 else 0.0
+            facts["cpus"] = round(max(0.0, busy), 2)  # of one core
+        self.statuses[name] = facts
         if facts.get("kind") == SAMPLER:
             self._show(name, {key: facts.get(key) for key in SHOWN})
 

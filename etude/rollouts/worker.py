@@ -15,11 +15,10 @@ import contextlib
 import logging
 import signal
 import sys
-import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from etude.chat.dialects import dialect_for
@@ -37,6 +36,7 @@ from etude.pods.fleet import Fleet
 from etude.pods.pod import PodError
 from etude.rewards.effort import EffortSettings
 from etude.rollouts.leases import evaluated_step
+from etude.rollouts.live_settings import changed_settings
 from etude.rollouts.queue import SlotState, StaleClaim
 from etude.rollouts.queue_records import HeldSlot, Slot
 from etude.rollouts.rollout import (
@@ -59,6 +59,7 @@ from etude.runs.address import TOKEN_VARIABLE
 from etude.runs.client import PATIENCE_S, status_facts
 from etude.runs.layout import RL_ROOT, RunLayout
 from etude.runs.member import RunMember, open_member
+from etude.runs.service_status import DRAINED
 from etude.system.clock import MACHINE_CLOCK, Clock
 from etude.system.cores import usable_cores
 from etude.system.processes import die_with_parent, parent_process
@@ -87,7 +88,7 @@ class WorkerConfig:
     options: Mapping[QueueName, RolloutOptions]
     rewards: Mapping[str, float]  # weights of the recipe
     seed: int
-    max_rollouts: int  # at once
+    changes: Mapping[str, Any] = field(default_factory=dict)  # of the settings during the run
 
 
 @dataclass
@@ -131,7 +132,7 @@ class Worker:
         self.prepared = PreparedEnvironments(fleet, min_files=MIN_SNAPSHOT_FILES, prepare_pod=launch_tool_server)
         self.service, self.member = WorkerClient(member), member
         self.store, self.clock = store, clock
-        self.rewards, self.rewards_problem = config.rewards, ""  # weights in force
+        self.max_rollouts, self.draining, self.settings_problem = 1, False, ""  # by the last heartbeat
         self.claims: dict[tuple[QueueName, int, int], ClaimedSlot] = {}  # by slot and attempt
         self.counts: Counter[str] = Counter()
         self.waiting_for = "the samplers"
@@ -140,6 +141,7 @@ class Worker:
         self._tasks: dict[tuple[QueueName, str], Task] = {}
         self._slot_freed = asyncio.Event()
         self._stop = asyncio.Event()
+        self.drained = False  # it ended because it was asked to, with nothing left to do
         self._fatal: BaseException | None = None  # an error that a rollout could not report to the queue
         self._unneeded: set[str] = set()  # snapshots that the last sweep found unneeded
 
@@ -153,7 +155,8 @@ class Worker:
         queue, but then the orchestrator restarts the worker.
         """
         await self.service.enlist()
-        loops = [self._claim_loop(), self._heartbeat_loop(await self._heartbeat()), self._sweep_loop()]
+        pause_s = await self._heartbeat()
+        loops = [self._claim_loop(), self._heartbeat_loop(pause_s), self._sweep_loop()]
         running = [asyncio.create_task(work) for work in (*loops, self._stop.wait())]
         prewarming = asyncio.create_task(self._prewarm())
         try:
@@ -162,6 +165,7 @@ class Worker:
                 task.result()
             if self._fatal is not None:
                 raise self._fatal
+            self.drained = self.draining and not self.claims
         finally:
             for task in (*running, prewarming):
                 task.cancel()
@@ -177,7 +181,7 @@ class Worker:
             found = [await self._read_task(queue, name) for name in names]
             tasks = {environment_kind(task): task for task in found}
             for kind, count in Counter(map(environment_kind, found)).most_common(1):
-                size = min(self.config.max_rollouts, usable_cores()) if count > 1 else 0
+                size = min(self.max_rollouts, usable_cores()) if count > 1 else 0
                 await self.prepared.keep_warm(tasks[kind], size, self.config.options[queue].host_settings)
 
     async def _shut_down(self) -> None:
@@ -205,7 +209,9 @@ class Worker:
         await self._wait_for_samplers()
         while True:
             self._slot_freed.clear()
-            free = self.config.max_rollouts - len(self.claims)
+            if self.draining and not self.claims:
+                self._stop.set()
+            free = 0 if self.draining else max(0, self.max_rollouts - len(self.claims))
             slots = await self.service.claim(free) if free else []
             for queue, slot in slots:
                 claim = ClaimedSlot(queue, slot, self.clock.monotonic())
@@ -240,7 +246,12 @@ class Worker:
         for claim in self.claims.values():
             held[claim.queue].append(HeldSlot(claim.slot.id, claim.slot.attempt, claim.state))
         reply = await self.service.heartbeat(held, self._status())
-        self.rewards, self.rewards_problem = reply.rewards, reply.rewards_problem
+        if reply.changes != self.config.changes:
+            self.config = changed_config(self.member.layout, self.config, reply.changes)
+        self.settings_problem = reply.problem
+        if (self.max_rollouts, self.draining) != (reply.max_rollouts, self.draining or reply.drain):
+            self.max_rollouts, self.draining = reply.max_rollouts, self.draining or reply.drain
+            self._slot_freed.set()
         for queue in held:
             for found in (self.claims.get((queue, *each)) for each in reply.lost.get(queue, ())):
                 if found is not None and not found.reported and found.work is not None:
@@ -295,7 +306,7 @@ class Worker:
             seed=slot_seed(config.seed, queue, slot),
             id=f"{config.run}/{queue}/{slot.group:06d}/{slot.number:02d}-{slot.attempt}",
             facts={"run": config.run, "set": queue, "group": slot.group, "number": slot.number},
-            weights=lambda version: self.rewards,  # the trainer scores the group again, with one set
+            weights=lambda version: self.config.rewards,  # the trainer scores the group again, with one set
             resume=resume,
             on_checkpoint=save,
             on_phase=set_phase,
@@ -424,16 +435,16 @@ class Worker:
         elif not waiting_for:
             waiting_for = "slots to claim"
         return status_facts(
-            state="working" if claims else "waiting",
+            state="draining" if self.draining else "working" if claims else "waiting",
+            rollouts=len(claims),
+            max_rollouts=self.max_rollouts,
             waiting_for=waiting_for,
             held=[{"table": c.queue, "slot": c.slot.id, "doing": c.phase, "seconds": now - c.since} for c in claims],
             doing=dict(Counter(claim.phase for claim in claims)),
             counts=dict(self.counts),
             last_failure=self.last_failure,
             prepared=sorted(self.prepared.snapshots),  # other workers' sweeps spare them
-            cpu_s=time.process_time(),
-            weights_problem=self.rewards_problem,
-            problem=self.storage_problem or self.member.client.problem,
+            problem=self.storage_problem or self.settings_problem or self.member.client.problem,
         )
 
 
@@ -462,7 +473,7 @@ def rollout_options(settings: WorkerSettings) -> RolloutOptions:
     )
 
 
-def worker_config(layout: RunLayout, max_rollouts: int | None = None) -> WorkerConfig:
+def worker_config(layout: RunLayout) -> WorkerConfig:
     """Return the configuration of a run's workers; those of the stage `evaluation` have no training queue."""
     settings, evaluation = load_sessions(layout), load_evaluation(layout)
     training = rollout_options(settings)
@@ -476,8 +487,16 @@ def worker_config(layout: RunLayout, max_rollouts: int | None = None) -> WorkerC
         options=options,
         rewards=settings.rewards if isinstance(settings, RolloutSettings) else {"correctness": 1.0},
         seed=int(read_toml(layout.recipe).get("seed", 0)),
-        max_rollouts=max_rollouts or -(-settings.in_flight // settings.workers),
     )
+
+
+def changed_config(layout: RunLayout, config: WorkerConfig, changes: Mapping[str, Any]) -> WorkerConfig:
+    """Return a configuration with changes of the settings. Evaluations keep theirs: they are compared with others."""
+    settings = changed_settings(layout, RolloutSettings, changes)
+    options = config.options["training"]
+    session = replace(options.session, budget=settings.budget)
+    training = replace(options, session=session, temperature=settings.temperature, effort=settings.effort)
+    return replace(config, options={**config.options, "training": training}, rewards=settings.rewards, changes=changes)
 
 
 def bind_policy(member: RunMember, settings: WorkerSettings, policy: Policy) -> PolicyBinding:
@@ -488,9 +507,9 @@ def bind_policy(member: RunMember, settings: WorkerSettings, policy: Policy) -> 
     return PolicyBinding(policy, dialect, window, member.layout.run.name)
 
 
-async def run_worker(member: RunMember, max_rollouts: int | None) -> None:
-    """Run a worker until SIGTERM or SIGINT."""
-    config, settings = worker_config(member.layout, max_rollouts), load_sessions(member.layout)
+async def run_worker(member: RunMember) -> bool:
+    """Run a worker until SIGTERM or SIGINT, or until it is drained; return whether it was."""
+    config, settings = worker_config(member.layout), load_sessions(member.layout)
     # All workers of a machine share one directory: each finds the pod snapshots of the others' checkpoints.
     fleet_of_run = open_fleet(pods=settings.pods, state=member.layout.pods, owner=member.pods_owner)
     async with fleet_of_run as fleet, open_sampler_pool(member) as policy:
@@ -504,6 +523,7 @@ async def run_worker(member: RunMember, max_rollouts: int | None) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, worker.stop)
         await worker.run()
+        return worker.drained
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -512,7 +532,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--service", required=True, metavar="URL", help=f"run service; its token is in ${TOKEN_VARIABLE}"
     )
     parser.add_argument("--name", required=True, help="name of this worker, such as worker-0")
-    parser.add_argument("--max-rollouts", type=int, help="rollouts that it runs at once; default: in_flight / workers")
     given = parser.parse_args(arguments)
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.WARNING)
     member: RunMember | None = None
@@ -520,7 +539,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         die_with_parent(parent_process())
         member = open_member(given.service, given.name)
         member.client.report_status(given.name, state="starting")
-        asyncio.run(run_worker(member, given.max_rollouts))
+        if asyncio.run(run_worker(member)):
+            member.client.report_status(given.name, state=DRAINED)
     except EtudeError as error:
         say(f"{given.name}: {error}", file=sys.stderr)
         if member is not None:

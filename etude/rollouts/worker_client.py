@@ -13,7 +13,7 @@ from etude.harness.trace_store import from_json
 from etude.rollouts.queue_client import call
 from etude.rollouts.queue_records import HeldSlot, Slot
 from etude.rollouts.settings import QueueName
-from etude.runs.client import RunServiceUnavailable
+from etude.runs.client import RunClient, RunServiceUnavailable
 from etude.runs.member import RunMember
 
 T = TypeVar("T")
@@ -28,8 +28,15 @@ class HeartbeatReply:
 
     lost: Mapping[str, Sequence[tuple[int, int]]]  # by queue: slots, each with its attempt
     next_s: float  # until the next heartbeat
-    rewards: Mapping[str, float]  # weights in force
-    rewards_problem: str
+    max_rollouts: int  # at once
+    drain: bool  # claim no more slots, and end when the last rollout is finished
+    changes: Mapping[str, Any]  # of the settings (`live_settings`)
+    problem: str  # with them
+
+
+def drain_worker(client: RunClient, name: str) -> None:
+    """Have a worker claim no more slots, finish its rollouts and end. Asking twice is asking once."""
+    call(client, f"/workers/{name}/drain", {}, patience_s=0)
 
 
 class WorkerClient:

@@ -12,12 +12,14 @@ import random
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
+from etude import __version__
 from etude.errors import EtudeError, InputError
 from etude.runs.address import client_context, given_token, read_address, run_certificate, run_token
 from etude.runs.layout import RunLayout
@@ -317,9 +319,10 @@ class RunClient:
 
 
 def status_facts(**facts: Any) -> dict[str, Any]:
-    """Return a status: a `state`, what the service is `waiting_for`, where it runs, and figures."""
+    """Return a status: a `state`, what the service is `waiting_for`, which program runs where, and figures."""
     host = os.environ.get(NODE_VARIABLE) or socket.gethostname()
-    return {"pid": os.getpid(), "host": host, "state": "working", "waiting_for": "", **facts}
+    program = {"pid": os.getpid(), "host": host, "etude": __version__, "cpu_s": round(time.process_time(), 3)}
+    return {**program, "state": "working", "waiting_for": "", **facts}
 
 
 class _Retry(Exception):

@@ -7,7 +7,7 @@ then, and when it ends.
 import contextlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,8 +17,18 @@ from etude.runs.client import RunClient
 from etude.runs.layout import RunLayout
 from etude.system.clock import MACHINE_CLOCK, Clock
 
-SAMPLER = "sampler"  # the `kind` in the status of a sampler
-RUN_SERVICE = "run-service"  # name of the run service among the services
+SAMPLER, WORKER = "sampler", "worker"  # the `kind` in the status of a sampler, and of a worker
+RUN_SERVICE, ORCHESTRATOR = "run-service", "orchestrator"  # names among the services
+DRAINED = "drained"  # last state of a worker that was asked to end
+SILENT_S = 10.0  # services report every second or two; a busy machine is late
+LOADS = {  # further figures, as they are shown
+    "step": "step {}",
+    "running": "{} sequences",
+    "waiting": "{} waiting",
+    "tokens_s": "{:,.0f} tokens/s",
+    "requests": "{:,} requests",
+    "siblings": "{} siblings",
+}
 FRESH_S = 0.5  # a status read so recently is not read again
 ANSWER_S = 2.0  # for the run service to answer a reader
 
@@ -33,6 +43,41 @@ class ServiceStatus:
     @property
     def state(self) -> str:
         return str(self.facts.get("state", ""))
+
+
+@dataclass(frozen=True)
+class ServiceView:
+    """What people see of a service, in the terminal and in the viewer."""
+
+    name: str
+    host: str
+    version: str  # of Etude, and of the weights that it has
+    state: str  # as it reported, or silent
+    load: str
+    waiting_for: str  # or its problem
+    age_s: float  # of its last status
+
+    @classmethod
+    def of(cls, name: str, status: ServiceStatus) -> "ServiceView":
+        """Return what a status says."""
+        facts = status.facts
+        silent = status.age_s > SILENT_S and status.state not in ("ended", DRAINED)
+        version = [str(facts[key]) for key in ("etude",) if facts.get(key)]
+        version += [f"weights {facts['version']}"] if isinstance(facts.get("version"), int) else []
+        waiting = str(facts.get("waiting_for") or facts.get("problem") or "")
+        host, state = str(facts.get("host", "")), "silent" if silent else status.state
+        return cls(name, host, ", ".join(version), state, _load(facts), waiting, status.age_s)
+
+
+def _load(facts: Mapping[str, Any]) -> str:
+    """Return the figures of a service that say how busy it is."""
+    found = [f"{facts['cpus']:.2f} CPUs"] if "cpus" in facts else []
+    if "max_rollouts" in facts:
+        found.append(f"{facts['rollouts']} of {facts['max_rollouts']} rollouts")
+    for key, text in LOADS.items():
+        if isinstance(facts.get(key), int | float):
+            found.append(text.format(facts[key]))
+    return ", ".join(found)
 
 
 class StatusReader:

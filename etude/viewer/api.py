@@ -24,7 +24,7 @@ from etude.harness.trace import Trace
 from etude.rollouts.queue_records import Slot
 from etude.rollouts.stored_traces import StoredTrace, StoredTraces
 from etude.runs.layout import RunLayout
-from etude.runs.service_status import StatusReader
+from etude.runs.service_status import ServiceView, StatusReader
 from etude.viewer import chart_data, overview
 from etude.viewer.catalogue import (
     SETS,
@@ -48,8 +48,6 @@ from etude.viewer.run_reader import (
 from etude.viewer.session_view import TextLimit, TokenTexts, activity_strip, describe_session, describe_tokens
 from etude.viewer.stage_outcome import recorded_gains, stage_outcome
 from etude.viewer.tasks import ListedTask, describe_task, read_listed_tasks
-
-SILENT_AFTER_S = 10.0  # services write every second, later on a busy machine
 
 
 class NotFound(InputError):
@@ -151,7 +149,7 @@ class RunApi:
         section = recipe.get("rl") if isinstance(recipe.get("rl"), dict) else {}
         assert isinstance(section, dict)
         deaths = JsonLines(self.layout.logs / "deaths.jsonl").read(problems.append)
-        weights = JsonLines(self.path / "rewards.jsonl").read(problems.append)
+        changes = JsonLines(self.layout.changes).read(problems.append)
         states: dict[str, int] = {}
         for group in groups:
             name = "dropped" if group.progress.dropped else "trained" if group.progress.step is not None else "open"
@@ -167,7 +165,7 @@ class RunApi:
             "services": self.services(problems),
             "deaths": deaths[-100:],
             "incidents": self._catalogue.incidents(problems.append),
-            "weights": weights[-20:],
+            "changes": changes[-20:],
         }
 
     def _groups(self, recipe: JsonObject, problems: list[str]) -> list[RolloutGroup]:
@@ -183,28 +181,12 @@ class RunApi:
 
     def services(self, problems: list[str]) -> list[JsonObject]:
         """Return the last status of every process of the run."""
-        found = []
         try:
-            statuses = self._statuses.all()
+            views = [ServiceView.of(name, status) for name, status in self._statuses.all().items()]
         except EtudeError as error:
             problems.append(str(error))
             return []
-        for name, status in statuses.items():
-            facts = status.facts
-            silent = status.age_s > SILENT_AFTER_S and status.state != "ended"
-            numbers = {key: facts[key] for key in SERVICE_FIGURES if as_number(facts.get(key)) is not None}
-            held = facts.get("held")
-            numbers |= {"rollouts": len(held)} if isinstance(held, list | dict) else {}
-            found.append(
-                {
-                    "name": name,
-                    "state": "silent" if silent else status.state,
-                    "heard": time.time() - status.age_s,
-                    "waiting_for": str(facts.get("waiting_for") or ""),
-                    "figures": numbers,
-                }
-            )
-        return found
+        return [{**asdict(view), "heard": time.time() - view.age_s} for view in views]
 
     def changes(self) -> JsonObject:
         """Return what a page compares to know whether its data is out of date."""
@@ -361,7 +343,6 @@ class RunApi:
 
 
 CARD_KEYS = ("total", "solved", "hack", "ending", "cost", "made", "seconds")
-SERVICE_FIGURES = ("step", "version", "running", "waiting", "tokens_s", "cpu_s")  # shown for a service
 
 
 @lru_cache(maxsize=8)  # traces may be large, and the pages of one trace's tokens are requested one by one

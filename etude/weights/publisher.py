@@ -94,6 +94,7 @@ class Publisher:
         self._error: Exception | None = None
         self._change = clock.condition()
         self._working = self._closing = False
+        self._checked = False  # that no earlier process has published newer versions
         self._thread = clock.start_thread(self._run, "publisher")
 
     def __enter__(self) -> "Publisher":
@@ -132,6 +133,11 @@ class Publisher:
             self._raise_failure()
             self._skipped += self._newest not in (self._given, number)
             self._newest = number
+
+    def check(self) -> None:
+        """Raise PublishingFailed if an upload has failed for good."""
+        with self._change:
+            self._raise_failure()
 
     @property
     def busy(self) -> bool:
@@ -202,9 +208,11 @@ class Publisher:
         started = self.clock.monotonic()
         if self.run:
             check_owner(self.store, self.run)
-        # Another process may have made this version visible before this one has looked.
-        if not self.history and (newest := latest(self.store)) is not None and number < newest + (self.part.count == 1):
-            raise InputError(f"version {number} is not newer than {newest}")  # of an earlier process
+        if not self._checked:  # once: what a first attempt has left is of this process
+            # Another process may have made this version visible before this one has looked.
+            if (newest := latest(self.store)) is not None and number < newest + (self.part.count == 1):
+                raise InputError(f"version {number} is not newer than {newest}")  # of an earlier process
+            self._checked = True
         state = with_digests(state)  # the next delta needs them too
         parent = self._last if self._since_full < self.full_every - 1 else None
         version = written = write_version(self.store, number, state, parent, self.shard_bytes, self.part)

@@ -19,6 +19,12 @@ from etude.system.clock import Clock
 PROGRAMS = {
     "ends": "print('done')",
     "stays": "import time; print('up', flush=True); time.sleep(600)",
+    "drains": """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+print("up", flush=True)
+time.sleep(600)
+""",
     "gives_up": "import sys; print('nothing moves'); sys.exit(4)",
     "rejects": "import sys; sys.exit(2)",
     "meets": """
@@ -89,6 +95,16 @@ class Rig:
         (process,) = self.supervisor.services[name].processes
         assert isinstance(process, LocalProcess)
         return process.process.pid
+
+    def is_up(self, name: str) -> bool:
+        """Return whether every process of a service that was started has said so."""
+        log = self.supervisor.logs / f"{name}.log"
+        return log.exists() and log.read_text().count("up\n") == self.starts(name)
+
+    def drain(self, name: str) -> None:
+        """End a process as one that was asked to end does."""
+        self.reported.statuses[name] = ServiceStatus({"state": "drained"}, 0.0)
+        os.kill(self.pid(name), signal.SIGTERM)
 
     def starts(self, name: str) -> int:
         return self.supervisor.services[name].starts
@@ -211,8 +227,8 @@ class TwoNodes(LocalCluster):
 def test_every_node_gets_its_services_and_names_are_not_used_twice(rig: Rig) -> None:
     cluster = rig.supervisor.cluster = TwoNodes()
 
-    def worker(name: str, node: Node, count: int) -> ServiceSpec:
-        return ServiceSpec(name, "etude_test_stays", (str(count),), node=node.id)
+    def worker(name: str, node: Node) -> ServiceSpec:
+        return ServiceSpec(name, "etude_test_stays", node=node.id)
 
     def nodes() -> dict[str, str]:
         return {name: each.spec.node for name, each in rig.supervisor.services.items()}
@@ -221,10 +237,43 @@ def test_every_node_gets_its_services_and_names_are_not_used_twice(rig: Rig) -> 
         supervisor.add_on_nodes("worker", 2, Resources(), worker)
         first = nodes()
         assert sorted(first.values()) == ["a", "a", "b", "b"]
-        assert {each.spec.arguments for each in supervisor.services.values()} == {("4",)}
+        assert supervisor.count("worker") == 4
         cluster.ids = ("a", "c")
         supervisor.tick()
         assert [name for name, node in nodes().items() if node == "c"] == ["worker-4", "worker-5"]
+        assert supervisor.count("worker") == 4
+
+
+def test_another_number_of_services_on_every_node(rig: Rig) -> None:
+    rig.supervisor.cluster = TwoNodes()
+
+    def worker(name: str, node: Node) -> ServiceSpec:
+        return ServiceSpec(name, "etude_test_drains", node=node.id)
+
+    with rig.supervisor as supervisor:
+        supervisor.add_on_nodes("worker", 1, Resources(), worker)
+        supervisor.set_per_node("worker", 2)
+        assert sorted(supervisor.services) == ["worker-0", "worker-1", "worker-2", "worker-3"]
+        rig.tick_until(lambda: all(each.processes for each in supervisor.services.values()), step=0.0)
+        supervisor.set_per_node("worker", 1)
+        assert supervisor.count("worker") == 2
+        assert supervisor.retiring() == ["worker-2", "worker-3"]  # the newest of each node
+        assert len(supervisor.services) == 4, "they go on until they end by themselves"
+        rig.tick_until(lambda: all(rig.is_up(name) for name in supervisor.services), step=0.0)
+        for name in supervisor.retiring():
+            rig.drain(name)
+        rig.tick_until(lambda: sorted(supervisor.services) == ["worker-0", "worker-1"], step=0.0)
+    assert rig.deaths == []
+
+
+def test_a_service_that_was_drained_is_replaced_at_once_and_has_not_died(rig: Rig) -> None:
+    with rig.supervisor as supervisor:
+        supervisor.add(service("worker-0", "drains"))
+        rig.tick_until(lambda: rig.is_up("worker-0"), step=0.0)
+        for starts in range(2, 2 + MAX_DEATHS):
+            rig.drain("worker-0")
+            rig.tick_until(lambda starts=starts: rig.starts("worker-0") == starts and rig.is_up("worker-0"), step=0.0)
+    assert rig.deaths == []
 
 
 # ------------------------------------------------------------------------------------------- ranks

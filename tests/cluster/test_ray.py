@@ -160,7 +160,7 @@ def test_a_process_ends_with_its_actor_and_its_actor_outlives_it(nodes: Any, lay
 
 
 def test_every_node_has_its_workers_while_it_lives(nodes: Any, layout: RunLayout) -> None:
-    def worker(name: str, node: Node, count: int) -> ServiceSpec:
+    def worker(name: str, node: Node) -> ServiceSpec:
         return spec(name, "stays", node=node.id)
 
     with supervised(layout, nodes.address) as (supervisor, deaths):

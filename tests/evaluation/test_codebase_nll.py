@@ -57,6 +57,7 @@ def test_codebase_nll_equals_a_plain_sum_over_transformers_logits(family: str, t
     assert (got.tokens, got.files, got.bytes) == (len(ids) - 1, 3, sum(len(t.encode()) for t in code.values()))
 
 
+@pytest.mark.slow
 def test_smollm2_matches_the_logits_of_transformers(smollm2_dir: Path, smollm2_oracle: Any) -> None:
     tokenizer = Tokenizer.load(smollm2_dir)
     text = Path(__file__).read_text()[:1500]
@@ -69,6 +70,7 @@ def test_smollm2_matches_the_logits_of_transformers(smollm2_dir: Path, smollm2_o
     assert 0.5 < rolled.bits_per_byte < 2.0  # a model that knows Python; a uniform one has 8
 
 
+@pytest.mark.slow
 def test_smollm2_answers_a_question(smollm2_dir: Path) -> None:
     tokenizer, model = Tokenizer.load(smollm2_dir), load(smollm2_dir)
     asked = tokenizer.render([{"role": "user", "content": "What is the capital of France?"}])

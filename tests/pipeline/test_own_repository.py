@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 from installed_wheels import wheels_of
+from local_index import serving_index, tools_index
+
+from tests.tasks.mined_history import shop_history
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes/own-small.toml"
@@ -96,6 +99,37 @@ def make_repository(top: Path, number: int) -> None:
 def documented_commands() -> list[list[str]]:
     """Return the commands in the recipe's header."""
     return [shlex.split(line) for line in re.findall(r"^#     (.*)$", RECIPE.read_text(), re.MULTILINE)]
+
+
+def readme_commands(start: str) -> list[list[str]]:
+    """Return the commands of README's own-repository path that begin with these words, without their comments."""
+    section = (
+        (ROOT / "README.md").read_text(encoding="utf-8").partition("## Your own repository")[2].partition("\n## ")[0]
+    )
+    return [shlex.split(line, comments=True) for line in section.splitlines() if line.startswith(start)]
+
+
+@pytest.mark.slow
+def test_readmes_line_makes_tasks_from_the_history_of_ones_own_repository(tmp_path: Path) -> None:
+    here = tmp_path / "checkout"
+    here.mkdir()
+    shop_history(tmp_path / "service")
+    (words,) = readme_commands("etude bench build")
+    assert words[3] == "../service", "the same repository as in the lines around it"
+    environment = {**os.environ, "ETUDE_PODS": str(tmp_path / "pods"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    environment["PYTHONPATH"] = str(ROOT)
+
+    def run(*words: str) -> str:
+        command = [sys.executable, "-m", "etude.cli", *words[1:]]
+        done = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, (words, done.stdout[-2000:], done.stderr[-4000:])
+        return done.stdout
+
+    with serving_index(tools_index()) as index:
+        built = json.loads(run(*words, "--index-url", index.url, "--json"))
+    assert built["bench"] > 0, built["reasons"]
+    described = json.loads(run("etude", "bench", "stats", words[words.index("--out") + 1], "--json"))
+    assert [each["tasks"] for each in described["benchmarks"]] == [built["bench"]]
 
 
 @pytest.mark.slow

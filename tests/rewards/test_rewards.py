@@ -5,7 +5,6 @@ import json
 import random
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from cases import case, changed, did
@@ -14,9 +13,8 @@ from etude.chat.messages import Message, ToolCall
 from etude.errors import InputError
 from etude.harness.trace import Cost, Step
 from etude.rewards import TERMS, Reward, TermResult, VerifiedTrial, effort, grade, grader, score
-from etude.rewards.live_weights import FILE, LOG, LiveWeights
 from etude.rewards.monitors import MONITORS, MonitoredSession, behaviour_rates, monitor_readings
-from etude.rewards.reward import rescore
+from etude.rewards.reward import check_weights, rescore
 
 
 def value(name: str, trial: VerifiedTrial) -> float:
@@ -230,20 +228,6 @@ def test_new_lints_counts_findings_that_the_change_brings() -> None:
 # ------------------------------------------------------------------------------------------------- during a run
 
 
-def test_weights_change_during_a_run_and_changes_are_logged(tmp_path: Path) -> None:
-    live = LiveWeights(tmp_path, {"correctness": 1.0})
-    assert live.at(1) == {"correctness": 1.0}
-    (tmp_path / FILE).write_text("correctness = 1.0\nthought_in_comments = 0.25\n")
-    assert live.at(2) == {"correctness": 1.0, "thought_in_comments": 0.25}
-    (tmp_path / FILE).write_text("correctness = 1.0\nthougt_in_comments = 0.25\n")
-    assert live.at(3) == {"correctness": 1.0, "thought_in_comments": 0.25}
-    assert "thougt_in_comments is not a term" in live.problem
-    log = [json.loads(line) for line in (tmp_path / LOG).read_text().splitlines()]
-    assert [(entry["step"], entry["source"]) for entry in log] == [(0, "recipe"), (2, FILE)]
-    resumed = LiveWeights(tmp_path, {"correctness": 1.0})
-    assert resumed.weights == {"correctness": 1.0, "thought_in_comments": 0.25}
-
-
 def test_a_record_scored_again_has_the_reward_of_those_weights() -> None:
     trials = [
         case(rewards={"reward": 0.0}),
@@ -272,9 +256,9 @@ def test_a_record_scored_again_has_the_reward_of_those_weights() -> None:
 @pytest.mark.parametrize(
     "weights", [{"correctness": "1"}, {"correctness": True}, {"correctness": float("nan")}, {"x": 1}]
 )
-def test_weights_that_are_not_numbers_are_refused(weights: dict[str, float], tmp_path: Path) -> None:
+def test_weights_that_are_not_numbers_are_refused(weights: dict[str, float]) -> None:
     with pytest.raises(InputError, match="rewards"):
-        LiveWeights(tmp_path, weights)
+        check_weights(weights, "the recipe's rewards")
 
 
 def unwanted(name: str) -> VerifiedTrial:

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tomli_w
 import torch
 from engines import engine_of, finish, model_of, plain_routing, prompts_of
 from pydantic import ValidationError
@@ -24,13 +25,13 @@ from run_services import threaded_service
 
 from etude.config import render_toml
 from etude.errors import EtudeError, InputError
+from etude.files import write_atomically
 from etude.harness.trace_store import load_trace, save_trace
 from etude.inference.sampling import Sampling
 from etude.model import load
 from etude.model.checkpoint import checkpoint_views
 from etude.model.moe import MoE
 from etude.recipe.recipe import load_recipe
-from etude.rewards.live_weights import LiveWeights
 from etude.rl.advantages import EstimatorSettings
 from etude.rl.learner import Learner, trained_segments, training_sequences
 from etude.rl.loop import (
@@ -47,8 +48,9 @@ from etude.rl.orchestrator import check_queues
 from etude.rl.packing import pack
 from etude.rl.settings import RlSettings, open_rl_run
 from etude.rl.trainer_process import checkpoints
+from etude.rollouts.live_settings import LiveSettings, recorded_changes
 from etude.rollouts.queue import RolloutQueue
-from etude.rollouts.settings import load_queues
+from etude.rollouts.settings import RolloutSettings, load_queues
 from etude.runs.layout import RunLayout
 from etude.train.optim import AdamSettings
 from etude.train.trainer import Trainer
@@ -305,20 +307,21 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(
 def test_weights_edited_between_two_members_of_a_group_do_not_become_advantage(recipe: Path, tmp_path: Path) -> None:
     layout = prepare_run(recipe, tmp_path / "run", "rl.steps=1", "rl.informative_groups=false")
     settings = open_rl_run(layout.run)[1]
-    queue, workers = RolloutQueue(layout.slots, settings), LiveWeights(layout.run, settings.rewards)
+    queue, workers = RolloutQueue(layout.slots, settings), LiveSettings(layout, RolloutSettings)
     queue.add([("a", 1.0), ("b", 1.0)])
     evidence = {"correctness": {"value": 1.0}, "effort_spent": {"value": -0.5}}  # the same in every rollout
     layout.traces.mkdir(parents=True, exist_ok=True)
     rng, totals = np.random.default_rng(0), []
     while (slot := queue.claim("worker", 0.0)) is not None:
-        weights = workers.current()  # as a worker scores it
+        weights = workers.current().rewards  # as a worker scores it
         parts = {name: weights[name] * evidence[name]["value"] for name in weights}
         name = f"traces/{slot.id}.trace"
         save_trace(random_trace(rng), layout.root / name)
         record = {"total": sum(parts.values()), "parts": parts, "evidence": evidence, "hack": ""}
         queue.finish(slot, record, name, (0, 0))
         totals.append(record["total"])
-        (layout.run / "rewards.toml").write_text(f"correctness = {len(totals)}.5\neffort_spent = 0.25\n")
+        changed = {"correctness": len(totals) + 0.5, "effort_spent": 0.25}
+        write_atomically(layout.live, tomli_w.dumps({"rl": {"rewards": changed}}))
     assert len(set(totals)) == len(totals) == 4
     with open_loop(layout, settings) as loop:
         before = {name: tensor.clone() for name, tensor in checkpoint_views(loop.learner.trainer.model).items()}
@@ -328,8 +331,9 @@ def test_weights_edited_between_two_members_of_a_group_do_not_become_advantage(r
     rewards = [slot.record for id in (1, 2) for slot in queue.group(id).slots]
     assert [reward["total"] for reward in rewards] == [4.5 - 0.125] * 4  # with the weights in force when it was taken
     assert [reward["parts"] for reward in rewards] == [{"correctness": 4.5, "effort_spent": -0.125}] * 4
-    log = [json.loads(line) for line in (layout.run / "rewards.jsonl").read_text().splitlines()]
-    assert [(entry["step"], entry["weights"]["correctness"]) for entry in log] == [(0, 1.0), (1, 4.5)]
+    (entry,) = recorded_changes(layout)
+    assert (entry["step"], entry["key"], entry["before"]["correctness"]) == (1, "rl.rewards", 1.0)
+    assert entry["value"] == {"correctness": 4.5, "effort_spent": 0.25}
 
 
 def test_a_store_that_is_away_costs_no_step(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

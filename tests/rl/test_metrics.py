@@ -265,21 +265,32 @@ def test_the_health_table_shows_services_what_they_wait_for_and_silent_ones(
     now = time.time()
     statuses: dict[str, dict[str, Any]] = {
         "trainer": {"state": "waiting", "waiting_for": "groups: 1 [queued], 1 starting", "step": 3, "time": now},
-        "sampler-0": {"state": "ready", "version": 4, "running": 2, "tokens_s": 31.5, "time": now},
-        "worker-0": {"state": "working", "held": [{"slot": 1}], "time": now},
+        "sampler-0": {
+            "state": "ready",
+            "host": "b",
+            "etude": "0.9",
+            "version": 4,
+            "cpus": 0.5,
+            "time": now,
+            "running": 2,
+            "tokens_s": 31.5,
+        },
+        "worker-0": {"state": "working", "rollouts": 1, "max_rollouts": 4, "time": now},
         "gone": {"state": "working", "time": now - 100},
     }
     write_copy(layout, statuses)
     text = shown(health_table(layout.run, now))
     assert "groups: 1 [queued], 1 starting" in text
-    assert "version 4, running 2, tokens/s 31.5" in text
-    assert "1 rollouts" in text
+    (sampler,) = (row.split("  ") for row in text.splitlines() if row.strip().startswith("sampler-0"))
+    found = [cell.strip() for cell in sampler if cell.strip()]
+    assert found == ["sampler-0", "ready", "b", "0.9, weights 4", "0.50 CPUs, 2 sequences, 32 tokens/s"]
+    assert "1 of 4 rollouts" in text
     (gone,) = (row for row in text.splitlines() if row.strip().startswith("gone"))
-    assert "silent" in gone
-    assert "100 s ago" in gone
+    assert "silent 100 s" in gone
     assert "1 queued, 1 starting" in text.splitlines()[-1]
     (layout.logs / "deaths.jsonl").write_text(json.dumps({"time": time.time(), "name": "w", "why": "fell"}) + '\n{"ti')
-    assert "1, the last: w fell" in shown(health_table(layout.run)).splitlines()[-1]
+    last = shown(health_table(layout.run)).splitlines()[-1].split()
+    assert (last[:2], last[-2:]) == (["deaths", "1"], ["w", "fell"])
     with pytest.raises(InputError, match="has no RL stage yet"):
         health_table(layout.run / "elsewhere")
 

@@ -322,7 +322,7 @@ def supervise_until(supervisor: ServiceSupervisor, done: Callable[[], bool]) -> 
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["all weights", "adapters"])
+@pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["all weights", "adapters"])
 def test_a_trainer_whose_rank_is_killed_continues_in_one_process(lora: bool, tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path / "recipe", tasks=12)
     given = ["rl.eps=1e-3", *(["rl.lora.rank=2", "rl.lora.alpha=4.0"] if lora else [])]

@@ -10,6 +10,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from etude.evaluation.scorings import count_scorings
 from etude.files import content_digest
 from etude.harness.trace_store import load_trace
 from etude.model import load
+from etude.rollouts.live_settings import recorded_changes
 from etude.runs.address import read_address
 from etude.runs.layout import RunLayout
 from etude.runs.run import Parent, Run
@@ -245,3 +247,62 @@ def test_a_copied_run_whose_newest_checkpoint_is_damaged_goes_on_to_its_end(reci
     assert f"goes back to {int(newest.name) - 1:06d}" in done.stderr
     check_finished(new, json.loads(done.stdout)["stages"]["rl"], steps=6, groups=2)
     assert not (tmp_path / "here").exists(), "the copy wrote to the place of the original"
+
+
+@pytest.mark.slow
+def test_settings_and_workers_change_during_a_run(tmp_path: Path) -> None:
+    """With the commands of a user: what they change takes effect, is recorded, and loses no rollout."""
+    recipe = make_recipe(tmp_path, tasks=120, steps=30)
+    layout = RunLayout(tmp_path / "run")
+
+    def etude(*arguments: str) -> str:
+        line = [sys.executable, "-m", "etude.cli", *arguments]
+        done = subprocess.run(line, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout + done.stderr
+
+    def wait_for(condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + LIMIT_S
+        while not condition():
+            assert running.poll() is None, "the run ended"
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+    def workers() -> dict[str, Any]:
+        found = {name: each.facts for name, each in read_statuses(layout).items() if each.facts.get("kind") == "worker"}
+        return {name: facts for name, facts in found.items() if facts["state"] in ("working", "waiting")}
+
+    with open(tmp_path / "log", "wb") as log:
+        running = subprocess.Popen(command(recipe, layout.run), stdout=log, stderr=log)
+    try:
+        wait_for(lambda: layout.step_file(2).exists())
+        said = etude("change", str(layout.run), "rl.temperature=0.5", "rl.workers=2", "rl.in_flight=6")
+        assert "rl.workers: 1 -> 2; applies to at once" in said
+        wait_for(lambda: workers().keys() == {"worker-0", "worker-1"})
+        wait_for(lambda: all(facts["max_rollouts"] == 3 for facts in workers().values()))
+        first = workers()["worker-0"]["session"]
+        assert "worker-0: replaced" in etude("drain", str(layout.run), "worker-0")
+        wait_for(lambda: workers().get("worker-0", {}).get("session") not in (None, first))
+        etude("change", str(layout.run), "rl.workers=1", "rl.rewards.correctness=2.0")
+        wait_for(lambda: workers().keys() == {"worker-0"} and "worker-1" not in read_statuses(layout))
+        text = etude("status", str(layout.run))
+        assert "worker-0" in text
+        assert running.wait(LIMIT_S) == 0, (tmp_path / "log").read_text()
+    finally:
+        running.kill()
+        running.wait()
+    assert not (layout.logs / "deaths.jsonl").exists(), "a drained worker has not died"
+    changes = {entry["key"]: entry["step"] for entry in recorded_changes(layout)}
+    assert changes.keys() == {"rl.temperature", "rl.workers", "rl.in_flight", "rl.rewards"}
+    assert all(2 < step <= 30 for step in changes.values()), changes
+    with sqlite3.connect(layout.slots) as db:
+        rows = db.execute(
+            "SELECT trace, attempt, step FROM slots JOIN groups ON groups.id = grp WHERE step IS NOT NULL ORDER BY step"
+        ).fetchall()
+    assert {attempt for _, attempt, _ in rows} == {1}, "a rollout was sampled again"
+    temperatures = [load_trace(layout.root / name).facts["temperature"] for name, _, _ in rows]
+    assert temperatures[0] == 1.0
+    assert temperatures[-1] == 0.5
+    records = [record for record in Run.read(layout.run).metrics("rl") if not record.get("evaluation")]
+    assert all(record.get("mismatch_numerics_p99", 0.0) < 1e-4 for record in records), "trained at its temperature"
+    assert len(trained_prompts(layout)) == 60

@@ -1,11 +1,14 @@
 """The sampler pool: sessions stay with a sampler, requests survive its death, and every wait has a deadline."""
 
 import asyncio
+import base64
+import contextlib
 import json
 import random
 import re
+import socket
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from itertools import count
@@ -13,14 +16,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from asking import fake
+from fake_servers import fake_server
 from run_services import member_of, threaded_service
+from samplers import running, tiny_engine, tiny_model, tiny_tokenizer
+from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from etude.errors import InputError
+from etude.inference import server
+from etude.inference.backends.server_backend import ServerBackend
 from etude.inference.policy import Policy
 from etude.inference.sampling import Sampling
+from etude.inference.service import EngineService
+from etude.inference.settings import SamplerRunSettings, SamplerSettings
+from etude.model import save
+from etude.model.adapters import published_views
 from etude.rollouts import sampler_pool
 from etude.rollouts.leases import EvaluationLease
 from etude.rollouts.run_service import RunService
@@ -29,6 +42,7 @@ from etude.rollouts.settings import QueueSettings
 from etude.runs.address import run_token
 from etude.runs.layout import RunLayout
 from etude.runs.member import RunMember
+from etude.weights.versions import Version
 
 ONE = Sampling(max_tokens=1)
 Answer = Callable[[Request], Awaitable[Response]]
@@ -359,3 +373,90 @@ def test_leased_samplers_serve_their_evaluation_and_the_others_training(service:
             assert await numbers(policy, 20) == {0, 1, 2}
 
     asyncio.run(body())
+
+
+# ------------------------------------------------------------------------------------------- routing on the wire
+
+TURN, RESULT = 5, 30  # tokens that are sampled in a turn, and appended after it
+
+
+@contextlib.asynccontextmanager
+async def own_engine(tmp_path: Path) -> AsyncIterator[Starlette]:
+    async with EngineService(tiny_engine("qwen3_moe")) as service:
+        yield server.app(service, server.ServedModel.of("tiny", service.engine.tokenizer), server.Access(""))
+
+
+@contextlib.asynccontextmanager
+async def relayed(program: str, tmp_path: Path) -> AsyncIterator[Starlette]:
+    """Give a sampler's application in front of a fake server of another program."""
+    model = tiny_model("qwen3_moe")
+    save(model, tmp_path / "model")
+    tiny_tokenizer().save(tmp_path / "model")
+    async with fake_server(tmp_path / "model", tmp_path / "fault") as (url, _):
+        table = SamplerSettings(backend=program, weights_directory=tmp_path / "files", urls=[url])  # type: ignore[arg-type]
+        settings = SamplerRunSettings(sampler=table, stall_s=20.0)
+        backend = ServerBackend(tmp_path / "model", settings, 0, url, routing=True)
+        backend.start()
+        try:
+            views = {name: view.bfloat16() for name, view in published_views(model, torch.bfloat16).items()}
+            async with backend.service(Version(1, None, "", ()), views) as relay:
+                yield backend.application(relay, "tiny", server.Access(""))
+        finally:
+            backend.close()
+
+
+def metered(application: Starlette, sent: list[tuple[int, int]]) -> Callable[..., Awaitable[None]]:
+    """Return an application that records the bytes of routing, and of all else, in each completion."""
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        body = bytearray()
+
+        async def forward(message: Any) -> None:
+            body.extend(message.get("body", b""))
+            await send(message)
+
+        await application(scope, receive, forward)
+        if scope.get("path") == "/generate":
+            (sample,) = json.loads(body)["samples"]
+            routing = len(base64.b64decode(sample["routing"]["data"]))
+            sent.append((routing, len(body) - len(sample["routing"]["data"])))
+
+    return answer
+
+
+@pytest.mark.parametrize("program", ["etude", "vllm", "sglang"])
+def test_the_routing_of_each_token_of_a_session_travels_once(program: str, member: RunMember, tmp_path: Path) -> None:
+    """Over several turns, on samplers that change: the bytes are those of the tokens, not of their squares."""
+    sent: list[tuple[int, int]] = []
+    turns = 5
+
+    async def work() -> None:
+        open_application = own_engine(tmp_path) if program == "etude" else relayed(program, tmp_path)
+        async with AsyncExitStack() as stack, open_sampler_pool(member) as policy:
+            application = await stack.enter_async_context(open_application)
+            urls = []
+            for _ in range(2):
+                listener = socket.create_server(("127.0.0.1", 0))
+                await stack.enter_async_context(running(metered(application, sent), listener))
+                urls.append(f"http://127.0.0.1:{listener.getsockname()[1]}")
+            announce(member, "sampler-0", urls[0])
+            while len(policy.directory.current()) < 1:
+                await asyncio.sleep(0.01)
+            tokens = list(range(1, 20))
+            for turn in range(turns):
+                if turn == 3:  # the session moves: the other sampler has the same routing, and need not send it again
+                    announce(member, "sampler-0", "", state="ended")
+                    announce(member, "sampler-1", urls[1])
+                    while policy.directory.current().get("sampler-1", {}).get("url") != urls[1]:
+                        await asyncio.sleep(0.01)
+                found = await policy.complete(tokens, Sampling(max_tokens=TURN, seed=turn), session="s")
+                assert found.routing is not None
+                assert len(found.routing) == len(tokens) + TURN - 1
+                a_token = found.routing[0].nbytes
+                tokens += [*found.tokens, *range(40, 40 + RESULT)]
+            assert [routing for routing, _ in sent] == [
+                a_token * count for count in (19 + TURN - 1, *[TURN + RESULT] * (turns - 1))
+            ]
+            assert len({rest // 100 for _, rest in sent}) <= 2, f"beside it, {sent}"
+
+    asyncio.run(work())

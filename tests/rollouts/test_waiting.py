@@ -372,7 +372,11 @@ class SimulatedRun:
         (SETTINGS, Hardware(half=32.0)),
         (SETTINGS, Hardware(step_s=6.0)),
         (SETTINGS, Hardware(hanging=0.05)),
-        (LARGE, Hardware(half=100.0, session_s=0.9, step_s=1.2, publish_s=0.6, hanging=0.02, hang_s=10.0)),
+        pytest.param(
+            LARGE,
+            Hardware(half=100.0, session_s=0.9, step_s=1.2, publish_s=0.6, hanging=0.02, hang_s=10.0),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["busy-samplers", "busy-trainer", "hanging", "as-measured"],
 )

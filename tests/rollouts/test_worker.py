@@ -34,6 +34,7 @@ from etude.rollouts.queue_records import Slot
 from etude.rollouts.rollout import RolloutOptions, rollout_seed, run_rollout
 from etude.rollouts.settings import QUEUES, QueueName, QueueSettings, load_queues
 from etude.rollouts.worker import Worker, WorkerConfig, main
+from etude.rollouts.worker_client import drain_worker
 from etude.runs.address import TOKEN_VARIABLE, choose_address, run_token
 from etude.runs.layout import RunLayout
 from etude.tasks.harbor import read_task, write_task
@@ -65,7 +66,6 @@ class PreparedRun:
             options={"training": options, "evaluation": replace(options, temperature=0.5)},
             rewards={"correctness": 1.0},
             seed=1,
-            max_rollouts=4,
         )
 
     def one(self) -> Slot:
@@ -111,7 +111,7 @@ def inside(work: Awaitable[None]) -> None:
 
 
 def test_evaluation_slots_come_before_training_slots(state: Path, tmp_path: Path) -> None:
-    run = PreparedRun(tmp_path, QUEUE)
+    run = PreparedRun(tmp_path, QUEUE.model_copy(update={"in_flight": 2}))
     run.queue.add([("lines", 0)])
     run.evaluations.add([("000007/lines", 0)])
     sampled: list[tuple[str, float]] = []
@@ -122,7 +122,6 @@ def test_evaluation_slots_come_before_training_slots(state: Path, tmp_path: Path
             return await super().complete_many(tokens, sampling, session=session)
 
     async def work() -> None:
-        run.config = replace(run.config, max_rollouts=2)
         async with working(run, state, RecordingPolicy(version=7)) as _:
             await until(lambda: run.queue.counts() == run.evaluations.counts() == {"ready": 2})
             await until(lambda: (facts_of(run.layout, "worker-0") or {})["counts"] == {"finished": 4})
@@ -151,7 +150,7 @@ def test_evaluation_slots_come_before_training_slots(state: Path, tmp_path: Path
 def test_reward_weights_can_change_during_a_run(state: Path, tmp_path: Path) -> None:
     run = PreparedRun(tmp_path, SINGLE)
     run.queue.add([("lines", 0)])
-    (tmp_path / "rewards.toml").write_text("correctness = 3.0\n")
+    (tmp_path / "live.toml").write_text("[rl.rewards]\ncorrectness = 3.0\n")
 
     async def work() -> None:
         async with working(run, state, LinesPolicy()):
@@ -159,6 +158,34 @@ def test_reward_weights_can_change_during_a_run(state: Path, tmp_path: Path) -> 
 
     inside(work())
     assert (run.one().reward or {})["total"] == 3.0
+
+
+def test_a_drained_worker_finishes_its_rollouts_and_claims_no_more(state: Path, tmp_path: Path) -> None:
+    run = PreparedRun(tmp_path, QUEUE.model_copy(update={"in_flight": 2}))
+    run.queue.add([("lines", 0)])
+    go_on = asyncio.Event()
+
+    class SlowPolicy(LinesPolicy):
+        async def complete_many(self, tokens: Any, sampling: Any, *, session: str = "") -> Any:
+            await go_on.wait()
+            return await super().complete_many(tokens, sampling, session=session)
+
+    async def work() -> None:
+        async with working(run, state, SlowPolicy()) as (worker, _):
+            await until(lambda: run.queue.counts() == {"running": 2})
+            run.queue.add([("lines", 0)], max_uses=2)
+            client = worker.member.client
+            await asyncio.to_thread(drain_worker, client, "worker-0")
+            await until(lambda: worker.draining)
+            go_on.set()
+            await until(lambda: worker.drained)
+            with pytest.raises(InputError, match="no worker 'worker-7'"):
+                await asyncio.to_thread(drain_worker, client, "worker-7")
+
+    inside(work())
+    assert run.queue.counts() == {"ready": 2, "queued": 2}
+    assert [slot.attempt for slot in run.queue.group(1).slots] == [1, 1]
+    assert not run.queue.incidents()
 
 
 def test_a_crashed_verifier_is_retried_and_never_a_zero(state: Path, tmp_path: Path) -> None:
@@ -357,7 +384,7 @@ class ForkedWorker:
                     os.dup2(log, 1)
                     os.dup2(log, 2)
                     os.environ[TOKEN_VARIABLE] = run_token(layout)
-                    status = main(["--service", service_url(layout), "--name", "worker-0", "--max-rollouts", "4"])
+                    status = main(["--service", service_url(layout), "--name", "worker-0"])
             finally:
                 os._exit(status)
         os.close(reader)
@@ -492,8 +519,6 @@ def test_a_worker_starts_from_its_command_line(tmp_path: Path) -> None:
             service_url(layout),
             "--name",
             "worker-0",
-            "--max-rollouts",
-            "4",
         ]
         with lines_sampler(layout), subprocess.Popen(command, env=environment_of(layout)) as process:
             wait(layout, lambda: queue.counts() == {"ready": 2})

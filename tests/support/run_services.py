@@ -15,10 +15,10 @@ import pytest
 import uvicorn
 
 from etude.files import write_atomically
-from etude.rewards.live_weights import LiveWeights
+from etude.rollouts.live_settings import LiveSettings
 from etude.rollouts.queue import RolloutQueue
 from etude.rollouts.run_service import RunService
-from etude.rollouts.settings import QueueName, QueueSettings
+from etude.rollouts.settings import QueueName, QueueSettings, RolloutSettings
 from etude.runs.address import TOKEN_VARIABLE, choose_address, read_address, run_token
 from etude.runs.client import RunClient
 from etude.runs.layout import RunLayout
@@ -49,9 +49,7 @@ class FakeStatuses:
 
 
 @contextlib.contextmanager
-def threaded_service(
-    layout: RunLayout, queues: Mapping[QueueName, QueueSettings], rewards: Mapping[str, float] | None = None
-) -> Iterator[RunService]:
+def threaded_service(layout: RunLayout, queues: Mapping[QueueName, QueueSettings]) -> Iterator[RunService]:
     """Run the run service of a run in a thread."""
     if not layout.recipe.exists():
         write_atomically(layout.recipe, RECIPE)
@@ -61,7 +59,7 @@ def threaded_service(
 
     async def serve() -> None:
         opened = {name: RolloutQueue(paths[name], settings) for name, settings in queues.items()}
-        service = RunService(layout, opened, LiveWeights(layout.run, rewards or {"correctness": 1.0}))
+        service = RunService(layout, opened, live=LiveSettings(layout, RolloutSettings))
         options: dict[str, Any] = {"log_level": "warning", "lifespan": "off", "timeout_graceful_shutdown": 1}
         with bind(address.host, address.port) as listener:
             server = UvicornServer(uvicorn.Config(service.application(run_token(layout)), **options))

@@ -85,6 +85,61 @@ def test_planted_probes_have_their_statuses_and_tests_keep_theirs(tmp_path: Path
         assert planted.statuses(found) == expected, planted.files
 
 
+SETTINGS = """import calc
+import settings
+
+import pytest
+
+
+def test_switched_off():
+    settings.on = False
+    assert calc.add(1, 2) == 3
+    settings.on = True
+
+
+def test_switched_by_a_call():
+    settings.switch(False)
+    assert calc.add(1, 3) == 4
+    if settings.on is False:
+        settings.switch(True)
+
+
+def test_switched_and_checked():
+    settings.switch(False)
+    value = calc.add(2, 2)
+    settings.switch(True)
+    doubled = 2 * value
+    assert value == 4
+    with pytest.raises(TypeError):
+        calc.add(1, "a")
+    for each in (doubled, 8):
+        assert each == 8
+    assert calc.add(2, 3) == 5
+
+
+def test_on():
+    assert settings.on
+"""
+
+
+def test_a_false_twin_restores_what_its_test_restores(tmp_path: Path) -> None:
+    """A twin fails only where its test does nothing any more but check, so tests after it see the same settings."""
+    names = ("test_switched_off", "test_switched_by_a_call", "test_switched_and_checked", "test_on")
+    expected = {f"tests/test_calc.py::{name}": "passed" for name in names}
+    for number in range(3):
+        planted = plant(["tests/test_calc.py"], expected, lambda path: SETTINGS.encode())
+        twins = [name for name, status in planted.planned.items() if status == "failed"]
+        assert len(twins) == TWINS, planted.files  # of test_switched_and_checked alone
+        directory = tmp_path / str(number)
+        (directory / "tests").mkdir(parents=True)
+        (directory / "calc.py").write_text(RIGHT)
+        (directory / "settings.py").write_text("on = True\n\n\ndef switch(value):\n    global on\n    on = value\n")
+        (directory / "tests/test_calc.py").write_text(planted.files["tests/test_calc.py"])
+        found = statuses(directory, planted.run)
+        assert planted.deviation(found) == "", planted.files
+        assert planted.statuses(found) == expected, planted.files
+
+
 def test_names_values_and_places_differ_between_runs() -> None:
     runs = [plant(["tests/test_calc.py"], EXPECTED, lambda path: TESTS.encode()) for _ in range(60)]
     assert len({each.files["tests/test_calc.py"] for each in runs}) > 10

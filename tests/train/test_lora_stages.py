@@ -71,7 +71,7 @@ def test_checkpoints_hold_only_adapters_and_a_later_stage_trains_them_further(wh
     assert losses(whole, "sft")[-1] < losses(whole, "sft")[0]
 
 
-@pytest.mark.parametrize("until", ["checkpoints/extend-2", "checkpoints/sft-1"])
+@pytest.mark.parametrize("until", ["checkpoints/extend-2", pytest.param("checkpoints/sft-1", marks=pytest.mark.slow)])
 def test_a_killed_run_with_adapters_resumes_to_the_same_bits_in_another_place(
     place: Path, whole: Run, tmp_path: Path, until: str
 ) -> None:

@@ -41,13 +41,14 @@ class HttpPolicy(PolicyBase):
         routing: bool = True,
         retry: RetryPolicy | None = None,
         cooldown: float = COOLDOWN_S,
+        known: RoutingCache | None = None,  # shared with other policies that complete turns of the same sessions
     ) -> None:
         self.urls = [url.rstrip("/") for url in ([urls] if isinstance(urls, str) else urls)]
         if not self.urls:
             raise InputError("no server URL; give at least one")
         self.routing, self.cooldown = routing, cooldown
         self._transport = Transport(token, retry)
-        self._known = RoutingCache()
+        self._known = RoutingCache() if known is None else known
         self._skipped_until: dict[str, float] = {}
         self._in_flight: Counter[str] = Counter()  # requests
 

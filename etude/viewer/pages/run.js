@@ -86,24 +86,29 @@ function processesSection(rl, status) {
       plainTable("Retried rollouts", rl.incidents.slice(0, 20).map((incident) =>
         h("tr", h("th", {scope: "row"}, `${integer(incident.times)} × ${incident.kind}`), h("td", incident.why)))));
   }
-  if (rl.weights.length > 1) {
-    part("Reward weights", "They were changed during the run.", plainTable("Reward weights", rl.weights.map((entry) => {
-      const text = Object.entries(entry.weights ?? {}).map(([name, value]) => `${humanize(name)} ${short(value)}`);
-      return h("tr", h("th", {scope: "row"}, `from version ${entry.step}`), h("td", text.join(", ")));
-    })));
+  if (rl.changes.length) {
+    part("Changed settings", "They were changed during the run, from these policy steps on.",
+      plainTable("Changed settings", rl.changes.map((entry) => h("tr", h("th", {scope: "row"}, `step ${entry.step}`),
+        h("td", entry.key), h("td", settingText(entry.before)), h("td", settingText(entry.value)))),
+      h("tr", ["Step", "Key", "Before", "After"].map((name) => h("th", {scope: "col"}, name)))));
   }
   if (!found.length) return null;
   return h("section", {"aria-labelledby": "processes"}, h("h2", {id: "processes"}, "Processes and incidents"),
     h("div.columns", found));
 }
 
+function settingText(value) {
+  if (value === null || typeof value !== "object") return typeof value === "number" ? short(value) : String(value);
+  return Object.entries(value).map(([name, each]) => `${humanize(name)} ${settingText(each)}`).join(", ");
+}
+
 function servicesTable(services) {
   return plainTable("Processes", services.map((service) => {
-    const figures = Object.entries(service.figures).map(([name, value]) => `${humanize(name)} ${short(value)}`);
-    return h("tr", h("th", {scope: "row"}, service.name),
+    return h("tr", h("th", {scope: "row"}, service.name), h("td", service.host), h("td", service.version),
       h("td", h("span.tag", {class: service.state === "silent" ? "bad" : null}, service.state)),
-      h("td", service.waiting_for || figures.join(", ")), h("td.muted.end", ago(service.heard)));
-  }));
+      h("td", service.load), h("td", service.waiting_for), h("td.muted.end", ago(service.heard)));
+  }), h("tr", ["Service", "Host", "Version", "State", "Load", "Waits for", "Last status"].map((name, at) =>
+    h("th", {scope: "col", class: at === 6 ? "end" : null}, name))));
 }
 
 // ------------------------------------------------------------------------------------------- a directory of runs

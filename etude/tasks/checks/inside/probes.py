@@ -159,18 +159,49 @@ def _copy(lines: list[bytes], node: ast.FunctionDef, name: str, constant: ast.Co
 
 
 def _false_values(node: ast.FunctionDef) -> list[ast.Constant]:
-    """Return constants that a test compares a result with: in an equality that it always reaches."""
+    """Return constants that a test compares a result with: in an equality that it always reaches, and after which it
+    does nothing but check. A copy that fails there leaves behind what the test leaves behind; one that fails earlier
+    may not restore a global setting, which then fails the tests after it."""
     if node.decorator_list or any(argument.arg == "request" for argument in node.args.args):
         return []
+    if any(isinstance(each, (ast.Global, ast.Nonlocal)) for each in node.body):
+        return []
+    reached = next(
+        (at for at, each in enumerate(node.body) if isinstance(each, (ast.Return, ast.Raise))), len(node.body)
+    )
+    acts = (at for at in reversed(range(reached)) if not _only_checks(node.body[at]))
     found: list[ast.Constant] = []
-    for statement in node.body:
-        if isinstance(statement, (ast.Return, ast.Raise)):
-            break
+    for statement in node.body[next(acts, -1) + 1 : reached]:
         sides = _compared(statement)
         literal = [side for side in sides if all(isinstance(part, LITERALS) for part in ast.walk(side))]
         if len(literal) == 1:
             found += [part for part in ast.walk(literal[0]) if isinstance(part, ast.Constant) and _is_plain(part)]
     return found
+
+
+def _only_checks(statement: ast.stmt) -> bool:
+    """Return whether a statement of a test restores nothing: it asserts, expects an exception, or sets local names."""
+    if isinstance(statement, (ast.Assert, ast.Pass, ast.FunctionDef, ast.ClassDef)):
+        return True
+    if isinstance(statement, (ast.For, ast.If)):
+        return all(map(_only_checks, [*statement.body, *statement.orelse]))
+    if isinstance(statement, ast.With):
+        return all(_is_check(each.context_expr) for each in statement.items)
+    if isinstance(statement, ast.Expr):
+        return _is_check(statement.value)
+    if isinstance(statement, (ast.Assign, ast.AnnAssign)):
+        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+        parts = [part for target in targets for part in ast.walk(target)]
+        return all(isinstance(part, (ast.Name, ast.Tuple, ast.List, ast.Starred, ast.Store)) for part in parts)
+    return False
+
+
+def _is_check(value: ast.expr) -> bool:
+    """Return whether an expression is a constant, `pytest.raises(...)` or a method like `self.assertEqual(...)`."""
+    if isinstance(value, ast.Constant):
+        return True
+    name = getattr(value.func, "attr", "") or getattr(value.func, "id", "") if isinstance(value, ast.Call) else ""
+    return name.startswith("assert") or name in ("raises", "warns", "fail")
 
 
 def _compared(statement: ast.stmt) -> list[ast.expr]:
