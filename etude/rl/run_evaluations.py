@@ -271,17 +271,18 @@ class RunEvaluations:
         assert self.lease is not None
         if not self._watch.has_stalled((state.counts, state.last_heartbeat), self.clock.monotonic()):
             return False
-        what = f"the evaluation of step {self.lease.step} made no progress for {self.settings.stall_s:g} s"
-        self.waiting_for = f"{what}: {state.waiting_for}"
+        stalled = f"no progress for {self.settings.stall_s:g} s ({state.waiting_for})"
         if over:
-            raise EtudeError(f"{self.waiting_for}; the logs are in {self.layout.logs}; --resume continues")
+            what = f"the evaluation of step {self.lease.step} made {stalled}"
+            raise EtudeError(f"{what}; the logs are in {self.layout.logs}; --resume continues")
+        self.waiting_for = f"another try: it made {stalled}"
         return True
 
     # ------------------------------------------------------------------------------------------ status
 
     def describe(self) -> str:
         """Return what is evaluated now and how far it is, or what a due evaluation waits for; "" if none is due."""
-        lease, more = self.lease, len(self.waiting) - (self.lease is not None)
+        lease, more = self.lease, len(self.waiting) - 1
         then = f", {more} more due" if more > 0 else ""
         if lease is None:
             waits = f" waits for {self.waiting_for}" if self.waiting_for else " is due"

@@ -1,5 +1,6 @@
 """Evaluations beside training: the real trainer, queue, run service and store; samplers and workers are the test's."""
 
+import json
 import shutil
 import time
 from collections.abc import Iterator
@@ -8,16 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+from pydantic import ValidationError
 from rl_runs import finish_slots, make_recipe
 from run_services import FakeStatuses, threaded_service
 from test_lineage import evaluate, evaluations, publish_start, validation_tasks, version_of
 from test_loop import prepare_run
 
+from etude.errors import EtudeError, InputError
 from etude.model import load
 from etude.model.adapters import published_views
 from etude.recipe.recipe import load_recipe
-from etude.rl import trainer_process
+from etude.rl import run_evaluations, trainer_process
 from etude.rl.best_checkpoint import finished_steps
 from etude.rl.loop import finish_publishing, learn
 from etude.rl.orchestrator import Orchestrator, RlTaskSets, named_tasks
@@ -26,11 +30,11 @@ from etude.rl.settings import open_rl_run
 from etude.rl.trainer_process import checkpoints
 from etude.rollouts.queue import RolloutQueue
 from etude.rollouts.run_queues import open_queues
-from etude.rollouts.settings import load_evaluation, load_queues
+from etude.rollouts.settings import EvaluationSettings, load_evaluation, load_queues
 from etude.runs.layout import RunLayout
 from etude.runs.run import Run
 from etude.weights.object_store import ObjectStore
-from etude.weights.versions import read_version, version_numbers
+from etude.weights.versions import read_version, version_numbers, write_version
 
 
 @contextmanager
@@ -146,3 +150,171 @@ def test_steps_go_on_while_an_evaluation_is_stuck_and_its_result_counts_for_its_
         assert samples.lease() is None
         records = [record for record in orchestrator.run.metrics("rl") if record.get("evaluation")]
         assert all(each["versions/oldest"] == each["versions/newest"] == each["step"] for each in records)
+
+
+def take_step(orchestrator: Orchestrator, version: int, step: int) -> None:
+    """Leave behind what a trainer does that has taken a step and published its weights."""
+    layout = orchestrator.layout
+    write_version(ObjectStore(layout.store), version, {"a": torch.full((2,), float(version))}, None)
+    for queue in (orchestrator.queue, orchestrator.evaluations):
+        queue.record_version(version, step)
+    layout.step_file(step).write_text(json.dumps({"version": version, "groups": [], "wall_s": 1.0, "values": {}}))
+
+
+def lease_of(orchestrator: Orchestrator) -> tuple[int, int | None, tuple[str, ...], bool, int] | None:
+    lease = orchestrator.evaluations.lease()
+    return None if lease is None else (lease.step, lease.version, lease.samplers, lease.shared, lease.sessions)
+
+
+def test_the_only_sampler_is_shared_and_follows_training_again_before_that_must_wait(tmp_path: Path) -> None:
+    with opened(tmp_path, {"every": 2}, steps=9, max_staleness=4) as orchestrator:
+        publish_start(orchestrator)
+        scoring, only = scoring_of(orchestrator), ("sampler-0",)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(orchestrator, "log_steps", lambda step: None)
+            orchestrator.logged_steps = 9
+            tick(orchestrator, sampler_0=0)
+            assert lease_of(orchestrator) == (0, 0, only, True, 4)  # half of in_flight, and it stays at version 0
+            assert orchestrator.sampler_versions() == [0]
+            for step in (1, 2):
+                take_step(orchestrator, step, step)
+                tick(orchestrator)
+                assert lease_of(orchestrator) == (0, 0, only, True, 4)
+            take_step(orchestrator, 3, 3)  # more than half of max_staleness behind
+            tick(orchestrator)
+            assert lease_of(orchestrator) == (0, None, only, True, 4)
+            assert scoring.describe().endswith("of step 0 runs, 0 of 8 (shared sampler), 1 more due")
+            evaluate(orchestrator.evaluations, 0, score=0.0)
+            # The next one is due since step 2; its sampler does not go back to older weights than it has.
+            tick(orchestrator, sampler_0=3)
+            assert lease_of(orchestrator) == (2, 3, only, True, 4)
+            # When training is over, the rest of it is of exactly its weights, and takes all sessions.
+            tick(orchestrator, over=True)
+            assert lease_of(orchestrator) == (2, 2, only, False, 8)
+            evaluate(orchestrator.evaluations, 2, score=0.0)
+            tick(orchestrator, over=True)
+            assert lease_of(orchestrator) == (3, 3, only, False, 8)
+            assert evaluations(orchestrator) == {0: 0.0, 2: 0.0}
+
+
+def test_imitation_leases_all_samplers_and_samplers_of_their_own_are_leased_alone(tmp_path: Path) -> None:
+    for name, options in {"imitation": {"control": "imitation"}, "own": {}}.items():
+        (tmp_path / name).mkdir()
+        table: dict[str, Any] = {"sampler": {"count": 2, "device": "cpu"}} if name == "own" else {}
+        with opened(tmp_path / name, table, **options) as orchestrator:
+            publish_start(orchestrator)
+            tick(orchestrator, sampler_0=0)
+            own = ("evaluation-sampler-0", "evaluation-sampler-1")
+            wanted = (0, 0, own, False, 4) if name == "own" else (0, 0, ("sampler-0",), False, 8)
+            assert lease_of(orchestrator) == wanted
+            assert orchestrator.sampler_versions() == ([0] if name == "own" else [])
+
+
+def test_a_borrowed_sampler_that_does_not_come_back_is_replaced_and_training_keeps_one(tmp_path: Path) -> None:
+    with opened(tmp_path, {}, sampler={"count": 3, "device": "cpu"}) as orchestrator:
+        publish_start(orchestrator)
+        scoring = scoring_of(orchestrator)
+        tick(orchestrator, sampler_0=0)
+        assert lease_of(orchestrator) is None
+        assert scoring.describe() == "evaluation of step 0 waits for a second sampler that is ready: 1 of 3 are"
+        tick(orchestrator, sampler_2=0)
+        assert lease_of(orchestrator) == (0, 0, ("sampler-2",), False, 4)
+        orchestrator.statuses.report("sampler-2", state="ended", version=0)
+        tick(orchestrator, sampler_1=0)
+        assert lease_of(orchestrator) == (0, 0, ("sampler-2",), False, 4)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(run_evaluations, "ABSENT_S", 0.0)
+            tick(orchestrator)
+        assert lease_of(orchestrator) == (0, 0, ("sampler-1",), False, 4)
+
+
+def test_an_evaluation_without_progress_gives_its_sampler_back_and_ends_a_run_that_waits_for_it(
+    tmp_path: Path,
+) -> None:
+    with opened(tmp_path, {}, stall_s=0.1, steps=1, sampler={"count": 2, "device": "cpu"}) as orchestrator:
+        publish_start(orchestrator)
+        tick(orchestrator, sampler_0=0, sampler_1=0)
+        assert orchestrator.evaluations.claim("w", time.time()) is not None
+        tick(orchestrator)
+        time.sleep(0.2)
+        tick(orchestrator)
+        assert lease_of(orchestrator) is None
+        assert orchestrator.sampler_versions() == [0, 0]
+        assert orchestrator.evaluations.counts() == {"queued": 8}, "the session in progress is requeued"
+        waits = "waits for another try: it made no progress for 0.1 s (7 queued, 1 starting;"
+        assert waits in scoring_of(orchestrator).describe()
+        tick(orchestrator)
+        assert lease_of(orchestrator) is None, "it is tried again at once"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(run_evaluations, "LOOK_S", 0.0)
+            scoring_of(orchestrator)._retry.clear()  # a minute later
+            tick(orchestrator, over=True)
+            assert lease_of(orchestrator) == (0, 0, ("sampler-0", "sampler-1"), False, 8)
+            time.sleep(0.2)
+            with pytest.raises(EtudeError, match=r"evaluation of step 0 made no progress .* --resume continues"):
+                tick(orchestrator, over=True)
+
+
+def test_an_evaluation_whose_weights_are_not_in_the_store_is_reported_as_impossible(tmp_path: Path) -> None:
+    with opened(tmp_path, {"every": 1}, sampler={"count": 2, "device": "cpu"}) as orchestrator:
+        publish_start(orchestrator)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(orchestrator, "log_steps", lambda step: None)
+            for step in (1, 2):
+                take_step(orchestrator, step, step)
+            ObjectStore(orchestrator.layout.store).remove("versions/00000001")
+            orchestrator.logged_steps = 2
+            tick(orchestrator, sampler_0=2, sampler_1=2)
+            evaluate(orchestrator.evaluations, 0, score=0.0)
+            tick(orchestrator)
+            assert lease_of(orchestrator) == (2, 2, ("sampler-1",), False, 4)
+            facts = scoring_of(orchestrator).facts()
+            assert facts["not_evaluated"] == {"1": "its weights (version 1) are not in the store"}
+            assert finished_steps(orchestrator.layout, 0) == {0, 1}
+
+
+def test_benchmarks_have_their_own_intervals_and_names_and_decide_nothing(tmp_path: Path) -> None:
+    table = {"every": 2, "validation_samples": 1, "benchmarks": [{"tasks": "./more", "every": 3, "samples": 2}]}
+    with opened(tmp_path, table, steps=7, max_validation_fall=0.1) as orchestrator:
+        publish_start(orchestrator)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(orchestrator, "log_steps", lambda step: None)
+            orchestrator.logged_steps = 7
+            tick(orchestrator, sampler_0=0)
+            for step in range(1, 8):
+                evaluate(orchestrator.evaluations, step - 1, score=1.0 / step)
+                tick(orchestrator)
+                take_step(orchestrator, step, step)
+                tick(orchestrator, sampler_0=step)
+            evaluate(orchestrator.evaluations, 7, score=1.0)
+            tick(orchestrator, over=True)
+            evaluate(orchestrator.evaluations, 7, score=0.0)
+            tick(orchestrator, over=True)
+        found = [(each["step"], each.get("benchmark")) for each in orchestrator.run.metrics("rl")]
+        assert sorted(step for step, name in found if name is None) == [0, 2, 4, 6, 7]
+        assert sorted(step for step, name in found if name == "more") == [0, 3, 6, 7]
+        samples = {each.get("benchmark"): each["samples"] for each in orchestrator.run.metrics("rl")}
+        assert samples == {None: 2, "more": 4}
+        assert orchestrator.scores().keys() == {0, 2, 4, 6, 7}
+        lines = orchestrator.layout.scorings.read_text().splitlines()
+        assert len(lines) == len(found)
+
+
+def test_test_sets_are_refused_as_benchmarks_and_keys_without_rl_too(tmp_path: Path) -> None:
+    for name in ("new", "unseen", "./elsewhere/new"):
+        with pytest.raises(ValidationError, match="is a test set"):
+            EvaluationSettings.model_validate({"benchmarks": [{"tasks": name}]}, context={"base": tmp_path})
+    (tmp_path / "new").mkdir()
+    (tmp_path / "alias").symlink_to(tmp_path / "new")
+    with pytest.raises(ValidationError, match="is a test set"):
+        EvaluationSettings(test=str(tmp_path / "new"), benchmarks=[{"tasks": str(tmp_path / "alias")}])  # type: ignore[arg-type, list-item]
+    with pytest.raises(ValidationError, match='"validation" is given twice'):
+        EvaluationSettings(benchmarks=[{"tasks": "validation"}])  # type: ignore[list-item]
+    path, sets = tmp_path / "recipe.toml", 'validation = "./v"\ntest = []'
+    for table, key in (
+        ('benchmarks = [{ tasks = "./t" }]', "benchmarks"),
+        ("[evaluation.sampler]\ncount = 2", "sampler"),
+    ):
+        path.write_text(f'name = "x"\nstages = ["evaluation"]\n[evaluation]\nmodel = "m"\n{sets}\n{table}\n')
+        with pytest.raises(InputError, match=f"evaluation.{key} would not be used: it needs the stage"):
+            load_recipe(path)
