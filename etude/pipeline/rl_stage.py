@@ -190,8 +190,8 @@ class RlStage(Stage[RlSettings]):
                 estimate = rehearsal.seconds(settings, session_cores(context), validation)
         cluster, disk = context.inputs.cluster, rl_disk(settings, model.config, validation)
         launches = tuple(_launches(settings, context.inputs))
-        own = evaluation_sampling(context.recipe)
-        memory = tuple(rl_memory(settings, model.config, planned_gpus(context.recipe), cluster, own))
+        gpus, own = planned_gpus(context.recipe), evaluation_sampling(context.recipe)
+        memory = tuple(rl_memory(settings, model.config, gpus, cluster, own))
         lacking = tuple(missing_resources(context.recipe, settings, cluster))
         return StagePlan("rl", tuple(lines), estimate, memory, disk, launches, cluster, lacking)
 
@@ -543,13 +543,11 @@ def rl_memory(
     cluster: ClusterSize | None = None,
     evaluation: SamplerRunSettings | None = None,
 ) -> list[ProcessMemory]:
-    """Return the memory of every process on a host with so many GPUs; the first ones are the trainer's.
-
-    `evaluation` has the samplers that only evaluate.
-    """
+    """Return the memory of every process on a host with so many GPUs; `evaluation` has samplers that only evaluate."""
     trainer = training_memory(config, settings, planned_device(settings.device, cluster))
-    ranks, own = settings.parallel.processes, evaluation
-    further = sampling_memory(own, config, gpus, ranks + settings.sampler.count, cluster) if own is not None else []
+    ranks = settings.parallel.processes
+    before = ranks + settings.sampler.count * settings.sampler.tensor_parallel
+    further = sampling_memory(evaluation, config, gpus, before, cluster) if evaluation is not None else []
     return [*trainer, *sessions_memory(settings, config, gpus, ranks, cluster), *further]
 
 

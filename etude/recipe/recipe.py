@@ -196,7 +196,14 @@ class Recipe(RunSettings):
 
     @model_validator(mode="after")
     def _evaluations_during_rl_have_a_run(self) -> Self:
-        if self.evaluation is None or self.rl is not None:
+        if self.evaluation is None:
+            return self
+        if self.rl is not None:
+            if self.rl.in_flight == 1:
+                raise ValueError("rl.in_flight = 1 leaves no rollout for training while an evaluation runs: give 2")
+            own = self.evaluation.sampler.urls if self.evaluation.sampler else ()
+            if shared := [url for url in own if url in self.rl.sampler.urls]:
+                raise ValueError(f"evaluation.sampler.urls: {shared[0]} is one of rl.sampler.urls too: give others")
             return self
         for key in ("benchmarks", "sampler"):
             if getattr(self.evaluation, key):

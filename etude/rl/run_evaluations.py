@@ -292,8 +292,10 @@ class RunEvaluations:
             found = held_out.progress(self.queue, lease.step, name)
             if found.wanted and not found.finished:
                 parts.append(f"{name} of step {lease.step} runs, {found.ready} of {found.wanted}")
-        shared = " (shared sampler)" if lease.shared else ""
-        return ", ".join(parts or [f"evaluation of step {lease.step} starts"]) + shared + then
+        about = " (shared sampler)" if lease.shared else ""
+        if not any(self._is_ready(name) and lease.is_served_with(self._version_of(name)) for name in lease.samplers):
+            about = f" (waits for {', '.join(lease.samplers)} at version {lease.version})"
+        return ", ".join(parts or [f"evaluation of step {lease.step} starts"]) + about + then
 
     def facts(self) -> dict[str, Any]:
         """Return the facts of the orchestrator's status."""

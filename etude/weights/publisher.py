@@ -120,7 +120,8 @@ class Publisher:
             if self.part.count > 1 and (self._waiting or self._working):
                 raise InputError(f"weights: version {number} while another is published by several processes")
             overtaken = bool(self._waiting) and not self._waiting[-1].pinned
-            self._skipped += overtaken or self._newest not in (self._given, number)
+            passed = self._newest is not None and self._newest != self._given and self._newest < number
+            self._skipped += overtaken or passed
             earlier = self._waiting[:-1] if overtaken else self._waiting
             self._waiting = [*earlier, WaitingWeights(number, copy, pinned)]
             self._newest, self._given = max(number, self._newest or 0), number

@@ -2,10 +2,12 @@
 
 import json
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,7 @@ from pydantic import ValidationError
 from rl_runs import finish_slots, make_recipe
 from run_services import FakeStatuses, threaded_service
 from test_lineage import evaluate, evaluations, publish_start, validation_tasks, version_of
-from test_loop import prepare_run
+from test_loop import plain_loop, prepare_run
 
 from etude.errors import EtudeError, InputError
 from etude.model import load
@@ -150,6 +152,34 @@ def test_steps_go_on_while_an_evaluation_is_stuck_and_its_result_counts_for_its_
         assert samples.lease() is None
         records = [record for record in orchestrator.run.metrics("rl") if record.get("evaluation")]
         assert all(each["versions/oldest"] == each["versions/newest"] == each["step"] for each in records)
+
+
+def test_pinned_versions_of_several_ranks_are_published_although_newer_ones_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a rank is busy, copies of pinned weights are kept: the trainer changes its own in the next step."""
+    layout = prepare_run(make_recipe(tmp_path, tasks=4), tmp_path / "run")
+    learner = plain_loop(layout, store=f"memory://{tmp_path.name}").learner
+    publisher, value = learner.publisher, torch.zeros(3)
+    mesh: Any = SimpleNamespace(exchange=lambda busy: [busy], announce=lambda order: None)
+    monkeypatch.setattr(learner.trainer, "mesh", mesh)
+    monkeypatch.setattr(learner, "_published", lambda: {"a": value})
+    put, go_on = publisher.store.put, threading.Event()
+    monkeypatch.setattr(publisher.store, "put", lambda name, data: go_on.wait(60) and put(name, data))
+    for number in range(6):
+        value.fill_(number)
+        learner.publish(number, pinned=number in (1, 3))
+    go_on.set()
+    deadline = time.monotonic() + 60
+    while learner.waits:
+        learner.publish_pending()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    publisher.flush(60)
+    assert [each.version.number for each in publisher.history] == [0, 1, 3, 5]
+    for number in (0, 1, 3, 5):
+        assert read_version(publisher.store, number)[1]["a"].tolist() == [number] * 3
+    publisher.close()
 
 
 def take_step(orchestrator: Orchestrator, version: int, step: int) -> None:
