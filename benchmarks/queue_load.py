@@ -101,7 +101,13 @@ def make_run(directory: Path, sizes: Sizes, finished: int) -> RunLayout:
     in_flight = sizes.workers * sizes.rollouts
     groups = max(1, in_flight // GROUP // 4)  # a step has a quarter of what is in flight
     table = {"tasks": "none", "steps": 10**6, "group_size": GROUP, "groups_per_step": groups, "in_flight": in_flight}
-    table |= {"max_staleness": 8, "prefetch_steps": 5.0, "model": str(directory / "none"), "stall_s": 3600.0}
+    table |= {
+        "workers": sizes.workers,
+        "max_staleness": 8,
+        "prefetch_steps": 5.0,
+        "model": str(directory / "none"),
+        "stall_s": 3600.0,
+    }
     layout = RunLayout(directory / "run")
     layout.make()
     write_atomically(layout.recipe, tomli_w.dumps({"name": "load", "stages": ["rl"], "rl": table}))
@@ -196,7 +202,7 @@ class OtherProcesses:
         queue = self._queue(client)
         evaluations = QueueClient(client, "evaluation", load_queues(self.layout)["evaluation"])
         seen: Any = None
-        change, number, logged = 1 << 40, 0, self.step
+        served, change, number, logged = -1, 1 << 40, 0, self.step
         with suppress(ValueError):
             change = max(record.change for record in queue.changed_groups(0, 1 << 20))
         while not self.stopped.wait(TICK_S):
@@ -207,8 +213,9 @@ class OtherProcesses:
                 continue
             seen = now
             steps = [queue.step_of(version) for version in versions if version is not None]
-            if steps:
-                queue.set_served_step(min(steps))
+            if steps and min(steps) != served:
+                served = min(steps)
+                queue.set_served_step(served)
             fresh = queue.last_step() == self.step and bool(steps) and min(steps) >= self.step
             if wanted := queue.groups_to_start(fresh=fresh, steps_left=1000):
                 changed = queue.changed_groups(change)

@@ -23,8 +23,8 @@ from urllib.parse import quote, urlencode, urlsplit
 from etude.rollouts.queue_client import ERRORS
 from etude.rollouts.queue_records import HeldSlot, Slot
 from etude.rollouts.settings import QueueName
-from etude.rollouts.worker_client import THREADS, WAIT_S, WorkerClient
-from etude.runs.client import LONG_POLL_S, PROTOCOL, PROTOCOL_HEADER, RUN_HEADER, status_facts
+from etude.rollouts.worker_client import THREADS, WorkerClient
+from etude.runs.client import PROTOCOL, PROTOCOL_HEADER, RUN_HEADER, status_facts
 from etude.runs.member import RunMember
 
 RAMP_S = 10.0  # over which the workers of a process start
@@ -223,15 +223,14 @@ class SimulatedWorker:
     async def _sweep_loop(self) -> None:
         await asyncio.sleep(self.rng.uniform(0, SWEEP_S))
         while True:
-            await self.client.snapshots()
+            await self.client.needed_snapshots([f"{slot:032x}" for _, slot, _ in self.held] * 2)
             await asyncio.sleep(SWEEP_S)
 
     async def _sampler_loop(self) -> None:
         seen = 0
         while True:
             request = Request("GET", "/samplers", None, "samplers")
-            async with asyncio.timeout(2 * LONG_POLL_S):
-                seen = (await self.samplers.exchange(request, {"seen": str(seen)}))["seen"]
+            seen = (await self.samplers.exchange(request, {"seen": str(seen)}))["seen"]
 
     def _status(self) -> dict[str, Any]:
         rows = [{"table": q, "slot": id, "doing": "session", "seconds": 7.5} for q, id, _ in self.held]
@@ -260,7 +259,6 @@ def run_workers(load: Load, shared: Shared, results: Connection) -> None:
     """Run the workers of one process until the phase is negative, then send what was measured."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    assert WAIT_S < LONG_POLL_S
     results.send(asyncio.run(run(load, shared)))
 
 

@@ -33,11 +33,12 @@ def session_cores(context: PlanContext) -> float:
 
 def describe_workers(settings: RlSettings | EvaluationSessions, inputs: RecipeInputs) -> str:
     """Return how many workers there are, and where."""
-    count, where = settings.workers, ""
+    count, where = settings.workers, "" if settings.workers else ", only those started by hand"
     if inputs.cluster is not None and inputs.recipe.cluster is not None:
-        count, where = inputs.recipe.cluster.workers_per_node or count, " on each node"
+        count = inputs.recipe.cluster.workers_per_node or count
+        where = " on each node" if count else where
     pods = f"at most {settings.in_flight} pods ({inputs.pods or 'not tried'})"
-    return f"{count} worker{'s' if count > 1 else ''}{where}, with {pods}"
+    return f"{count} worker{'s' if count != 1 else ''}{where}, with {pods}"
 
 
 def missing_resources(

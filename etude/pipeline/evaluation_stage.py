@@ -73,7 +73,7 @@ class EvaluationStage(Stage[EvaluationSettings]):
             for model in models.values():
                 if model.tokenizer is not None:
                     dialect_for(model.tokenizer, sessions.dialect)
-            if not is_elsewhere(recipe):
+            if sessions.workers and not is_elsewhere(recipe):
                 inputs.pods = inputs.pods or usable_pods(sessions.pods)
         find_cluster(inputs)
 

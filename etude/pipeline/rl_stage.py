@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -71,6 +71,7 @@ from etude.pipeline.stage import (
     planned_device,
     planned_gpus,
 )
+from etude.pipeline.validation_plan import ValidationPlan, validation_plan
 from etude.pods import open_fleet
 from etude.recipe.recipe import Recipe
 from etude.rl.orchestrator import run_rl
@@ -135,7 +136,7 @@ class RlStage(Stage[RlSettings]):
                 with inputs.problems_of("rl.window"):
                     self._check_prompts(inputs, dialect, settings.window or model.config.max_length)
         find_cluster(inputs)
-        if not is_elsewhere(inputs.recipe):
+        if settings.workers and not is_elsewhere(inputs.recipe):
             with inputs.problems_of("rl"):
                 inputs.pods = usable_pods(settings.pods)
 
@@ -211,9 +212,10 @@ class RlStage(Stage[RlSettings]):
                 raise InputError(f"rl: a rollout of {tasks[0].name} fails here: {error}") from None
 
     def notices(self, recipe: Recipe) -> list[str]:
-        if is_elsewhere(recipe):
+        settings = self.settings(recipe)
+        if is_elsewhere(recipe) or not settings.workers:
             return []
-        weaker = weaker_pods(self.settings(recipe).pods)
+        weaker = weaker_pods(settings.pods)
         return [weaker] if weaker else []
 
     def run(self, run: Run, recipe: Recipe, report: ProgressCallback) -> dict[str, Any]:
@@ -428,38 +430,6 @@ def step_on(rollout: Rollout, settings: RlSettings, model: StageModel) -> float:
 
 
 # ------------------------------------------------------------------------------------------------ estimates
-
-
-@dataclass(frozen=True)
-class ValidationPlan:
-    """The validations of the stage: how many, and tasks and sessions of each; and those of further sets, by name."""
-
-    count: int = 0
-    tasks: int = 0
-    samples: int = 0
-    benchmarks: Mapping[str, ValidationPlan] = field(default_factory=dict)
-
-    @property
-    def sessions(self) -> int:
-        return self.tasks * self.samples
-
-    @property
-    def all_sessions(self) -> int:
-        return self.count * self.sessions + sum(each.all_sessions for each in self.benchmarks.values())
-
-
-def validation_plan(recipe: Recipe, sizes: Mapping[str, int]) -> ValidationPlan:
-    """Return the validations of the recipe: before, after, and in between; `sizes` are those of the task sets."""
-    evaluation, rl = recipe.evaluation, recipe.rl
-    if evaluation is None or rl is None:
-        return ValidationPlan()
-    found = {}
-    for name, each in evaluation.sets_during_rl().items():
-        between = max(0, rl.steps - 1) // each.every if each.every else 0
-        size = sizes.get(each.tasks, 0)
-        found[name] = ValidationPlan(2 + between, min(size, each.max_tasks or size), each.samples)
-    validation, *_ = found.values()
-    return replace(validation, benchmarks={name: each for name, each in found.items() if each is not validation})
 
 
 def seconds_from_records(settings: RlSettings, records: Sequence[Mapping[str, Any]], step: int) -> TimeEstimate | None:

@@ -385,9 +385,8 @@ class Orchestrator:
             self.logged_steps = valid
             if self.scoring is not None:
                 self.scoring.forget_after(valid)
-        while self.logged_steps < step:
+        while self.logged_steps < step and (facts := self._step_facts(self.logged_steps + 1)) is not None:
             number = self.logged_steps + 1
-            facts = json.loads(self.layout.step_file(number).read_text(encoding="utf-8"))
             groups = self.queue.groups(facts["groups"])
             previous = self.step_records.get(self.logged_steps)
             services = {name: status.facts for name, status in self.statuses.all().items()}
@@ -412,10 +411,16 @@ class Orchestrator:
         return last
 
     def _recorded_identity(self, step: int) -> tuple[Any, ...] | None:
+        facts = self._step_facts(step)
+        return None if facts is None else step_identity(facts)
+
+    def _step_facts(self, step: int) -> Facts | None:
+        """Return the facts of a step; None if the trainer went back to a checkpoint meanwhile."""
         try:
-            return step_identity(json.loads(self.layout.step_file(step).read_text(encoding="utf-8")))
+            facts: Facts = json.loads(self.layout.step_file(step).read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
+        return facts
 
     def judge_validation(self) -> None:
         """Tell the trainer the scores of evaluated steps, and record that the run ends here if it has collapsed."""
@@ -488,11 +493,9 @@ class Orchestrator:
 
     def samplers_have(self, step: int) -> bool:
         """Return whether every sampler that serves training has the weights of this step."""
-        try:
-            version = json.loads(self.layout.step_file(step).read_text())["version"] if step else 0
-        except FileNotFoundError:  # the trainer went back to a checkpoint
+        if (facts := self._step_facts(step) if step else {"version": 0}) is None:
             return False
-        return all(loaded is not None and loaded >= version for loaded in self.sampler_versions())
+        return all(loaded is not None and loaded >= facts["version"] for loaded in self.sampler_versions())
 
     def sampler_versions(self) -> list[int | None]:
         """Return the weight version of each sampler that serves training; None for one that has none yet.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 import sys
 import time
@@ -130,7 +131,10 @@ def open_loop(layout: RunLayout, settings: RlSettings, mesh: TrainingMesh | None
 def resumed_loop(layout: RunLayout, settings: RlSettings, learner: Learner, client: RunClient) -> RlLoop:
     """Return the loop that continues with a learner; the queues go back to its step, and its weights are published."""
     client.connect()
-    queues = {name: QueueClient(client, name, found) for name, found in load_queues(layout).items()}
+    session = secrets.token_hex(8)
+    queues = {name: QueueClient(client, name, found, session) for name, found in load_queues(layout).items()}
+    for each in queues.values():
+        each.begin_session()
     queue, evaluation = queues["training"], load_evaluation(layout)
     evaluations = queues["evaluation"] if evaluation else None
     trainer = learner.trainer

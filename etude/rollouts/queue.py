@@ -52,7 +52,7 @@ class StaleClaim(EtudeError):
 
 
 class SupersededWorker(EtudeError):
-    """Another process has taken the name of this worker."""
+    """Another process has taken the name of this worker, or the place of this trainer."""
 
 
 class RolloutQueue(QueueReader):
@@ -69,9 +69,9 @@ class RolloutQueue(QueueReader):
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=NORMAL")
         if not self._scalar("SELECT COUNT(*) FROM sqlite_master"):
-            tables = f"{SCHEMA} {TRIGGERS} {INDEXES}"
-            self._db.executescript(f"BEGIN IMMEDIATE; {tables} PRAGMA user_version={VERSION}; COMMIT")
+            self._db.executescript(f"BEGIN IMMEDIATE; {SCHEMA} {TRIGGERS} PRAGMA user_version={VERSION}; COMMIT")
         self._check_version(path)
+        self._db.executescript(INDEXES)
         self._check_group_size()
 
     def _check_group_size(self) -> None:
@@ -271,9 +271,10 @@ class RolloutQueue(QueueReader):
         self._report(slot, f"failures=failures+1, note=?, {REQUEUE}{resume}", (why,))
         self._drop_failed_groups()
 
-    def repeat(self, slot: Slot, why: str) -> None:
-        """Requeue a slot whose result cannot be used, from the beginning, without counting a failure."""
-        self._report(slot, f"note=?, resume='', {REQUEUE}", (why,))
+    def release_slot(self, slot: Slot, why: str, *, keep_resume: bool = True) -> None:
+        """Requeue a slot that its worker cannot run, or whose result cannot be used, without counting a failure."""
+        resume = "" if keep_resume else ", resume=''"
+        self._report(slot, f"note=?, {REQUEUE}{resume}", (why,))
 
     def release(self, worker: str = "") -> int:
         """Requeue the slots of a worker (or of all) that has ended, without counting a failure; return how many."""
@@ -336,6 +337,34 @@ class RolloutQueue(QueueReader):
 
     # ------------------------------------------------------------------------------------------ the trainer
 
+    def begin_session(self, session: str) -> None:
+        """Begin a session of the trainer: from now on requests of earlier ones are refused."""
+        with self._transaction() as db:
+            if self._trainer()[0] != session:  # else asked twice
+                db.execute("INSERT OR REPLACE INTO plan VALUES ('trainer', ?)", (json.dumps((session, 0, None)),))
+
+    def apply_once(self, session: str, request: int, apply: Callable[[], Any]) -> Any:
+        """Apply a numbered request of the trainer's session; return its result, also when it is asked again.
+
+        A request may arrive long after its sender has died, or has sent others: it is refused. A late `rewind` would
+        have groups trained twice, a late `mark_trained` would lose them.
+        """
+        present, last, result = self._trainer()
+        if session != present:
+            raise SupersededWorker("this trainer was replaced: another process trains this run")
+        if request < last:
+            raise SupersededWorker(f"request {request} of the trainer comes late: {last} was handled before")
+        if request > last:
+            result = apply()
+            with self._transaction() as db:
+                db.execute("UPDATE plan SET value=? WHERE key='trainer'", (json.dumps((session, request, result)),))
+        return result
+
+    def _trainer(self) -> tuple[str, int, Any]:
+        """Return the trainer's session, its last request, and the result of that."""
+        row = self._db.execute("SELECT value FROM plan WHERE key='trainer'").fetchone()
+        return tuple(json.loads(row["value"])) if row is not None else ("", 0, None)
+
     def ready(self, step: int) -> list[ReadyGroup]:
         """Return the groups that are complete and not too stale for the trainer at `step`, the stalest first."""
         return self.groups(row["grp"] for row in self._trainable(step) if not row["missing"])
@@ -380,10 +409,14 @@ class RolloutQueue(QueueReader):
         return awaited if len(chosen) == self.settings.groups_per_step else []
 
     def judge(self, verdicts: Iterable[tuple[int, bool]]) -> None:
-        """Record for complete groups, by id, whether their rewards differ."""
+        """Record for complete groups, by id, whether their rewards differ; others have become stale meanwhile."""
         rows = [(informative, id) for id, informative in verdicts]
         with self._transaction(durable=True) as db:
-            db.executemany("UPDATE groups SET informative=? WHERE id=? AND step IS NULL", rows)
+            db.executemany(
+                """UPDATE groups SET informative=? WHERE id=? AND step IS NULL
+                   AND NOT EXISTS (SELECT 1 FROM slots WHERE grp = groups.id AND state != 'ready')""",
+                rows,
+            )
 
     def _choose(self, step: int, trainable: Sequence[sqlite3.Row]) -> tuple[list[int], list[str]]:
         """Return the stalest ready groups for one step, and the tasks of staler unfinished groups to wait for."""

@@ -31,13 +31,20 @@ def call(client: RunClient, path: str, body: Any, **options: Any) -> Any:
 class QueueClient:
     """One rollout queue of a run, for the trainer, the orchestrator and other processes beside the run directory."""
 
-    def __init__(self, client: RunClient, name: QueueName, settings: QueueSettings) -> None:
+    def __init__(self, client: RunClient, name: QueueName, settings: QueueSettings, session: str = "") -> None:
         self.client, self.name, self.settings = client, name, settings
+        self.session, self._request = session, 0  # of the trainer
 
     def _call(self, method: str, kind: Any, /, **arguments: Any) -> Any:
         """Return the result of a method of the queue, which is of type `kind`."""
         found = call(self.client, f"/queues/{self.name}/{method}", arguments)
         return None if kind is None else from_json(kind, found, f"{self.name}.{method}")
+
+    def _change(self, method: str, kind: Any, /, **arguments: Any) -> Any:
+        """Call a method for the trainer: it is applied once, and not after later ones or those of another trainer."""
+        self._request += 1
+        sender = {"trainer": (self.session, self._request)} if self.session else {}
+        return self._call(method, kind, **arguments, **sender)
 
     # ------------------------------------------------------------------------------------------ the orchestrator
 
@@ -82,6 +89,10 @@ class QueueClient:
             offer = self.offer(step)
         return None if offer.groups is None else list(offer.groups)
 
+    def begin_session(self) -> None:
+        """Take the place of any earlier trainer, whose requests are refused from now on."""
+        self._call("begin_session", None, session=self.session)
+
     def awaited_tasks(self, step: int) -> list[str]:
         return list(self._call("awaited_tasks", list[str], step=step))
 
@@ -89,19 +100,19 @@ class QueueClient:
         return cast(StepOffer, self._call("offer", StepOffer, step=step))
 
     def judge(self, verdicts: Iterable[tuple[int, bool]]) -> None:
-        self._call("judge", None, verdicts=list(verdicts))
+        self._change("judge", None, verdicts=list(verdicts))
 
     def mark_trained(self, groups: Iterable[ReadyGroup], step: int) -> None:
-        self._call("mark_trained", None, groups=list(groups), step=step)
+        self._change("mark_trained", None, groups=list(groups), step=step)
 
     def record_version(self, number: int, step: int) -> None:
-        self._call("record_version", None, number=number, step=step)
+        self._change("record_version", None, number=number, step=step)
 
     def rewind(self, step: int) -> int:
-        return cast(int, self._call("rewind", int, step=step))
+        return cast(int, self._change("rewind", int, step=step))
 
     def requeue_lost(self, prefix: str = "") -> int:
-        return cast(int, self._call("requeue_lost", int, prefix=prefix))
+        return cast(int, self._change("requeue_lost", int, prefix=prefix))
 
     # ------------------------------------------------------------------------------------------ reading
 

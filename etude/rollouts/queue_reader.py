@@ -208,12 +208,11 @@ class QueueReader:
     def groups(self, ids: Iterable[int]) -> list[ReadyGroup]:
         return [self.group(id) for id in ids]
 
-    def rollout_checkpoints(self) -> list[dict[str, Any]]:
-        """Return the checkpoints of rollouts whose group was not dropped."""
-        rows = self._db.execute(
-            "SELECT resume FROM slots INDEXED BY slots_to_resume WHERE resume != '' AND fate = 'open'"
-        ).fetchall()
-        return [json.loads(row["resume"]) for row in rows]
+    def needed_snapshots(self, snapshots: Iterable[str]) -> set[str]:
+        """Return those of the pod snapshots from which a rollout may be resumed: its group was not dropped."""
+        query = """SELECT EXISTS (SELECT 1 FROM slots INDEXED BY slots_by_snapshot
+                   WHERE resume != '' AND fate = 'open' AND json_extract(resume, '$.snapshot') = ?)"""
+        return {snapshot for snapshot in snapshots if self._scalar(query, snapshot)}
 
     def progress(self, prefix: str = "") -> list[GroupProgress]:
         """Return the progress of every group whose task has this prefix, in the order they were started."""

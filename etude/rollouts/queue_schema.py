@@ -125,22 +125,24 @@ END;
 """
 
 # Every query of a running queue uses one of these: its work does not grow with the number of groups that are done.
+# Made whenever a queue is opened, if they are missing.
 INDEXES = """
-CREATE INDEX slots_to_claim ON slots (started DESC, attempt > 0 DESC, expected DESC, grp, number)
+CREATE INDEX IF NOT EXISTS slots_to_claim ON slots (started DESC, attempt > 0 DESC, expected DESC, grp, number)
     WHERE state = 'queued' AND fate = 'open';
-CREATE INDEX slots_by_worker ON slots (worker) WHERE worker != '';
-CREATE INDEX slots_by_lease ON slots (lease) WHERE lease > 0;
-CREATE INDEX slots_by_age ON slots (oldest) WHERE state = 'ready' AND fate = 'open';
-CREATE INDEX slots_by_failures ON slots (failures) WHERE failures > 0 AND fate = 'open';
-CREATE INDEX slots_to_resume ON slots (grp) WHERE resume != '' AND fate = 'open';
-CREATE INDEX slots_open ON slots (grp) WHERE fate = 'open';
-CREATE UNIQUE INDEX groups_by_task ON groups (task, use);
-CREATE INDEX groups_open ON groups (informative) WHERE step IS NULL AND dropped IS NULL;
-CREATE INDEX groups_judged ON groups (id) WHERE informative IS NOT NULL;
-CREATE INDEX groups_by_step ON groups (step) WHERE step IS NOT NULL;
-CREATE INDEX groups_by_change ON groups (changed);
-CREATE INDEX versions_by_step ON versions (step);
-CREATE INDEX troubles_by_step ON troubles (COALESCE(step, 0));
+CREATE INDEX IF NOT EXISTS slots_by_worker ON slots (worker) WHERE worker != '';
+CREATE INDEX IF NOT EXISTS slots_by_lease ON slots (lease) WHERE lease > 0;
+CREATE INDEX IF NOT EXISTS slots_by_age ON slots (oldest) WHERE state = 'ready' AND fate = 'open';
+CREATE INDEX IF NOT EXISTS slots_by_failures ON slots (failures) WHERE failures > 0 AND fate = 'open';
+CREATE INDEX IF NOT EXISTS slots_by_snapshot ON slots (json_extract(resume, '$.snapshot'))
+    WHERE resume != '' AND fate = 'open';
+CREATE INDEX IF NOT EXISTS slots_open ON slots (grp) WHERE fate = 'open';
+CREATE UNIQUE INDEX IF NOT EXISTS groups_by_task ON groups (task, use);
+CREATE INDEX IF NOT EXISTS groups_open ON groups (informative) WHERE step IS NULL AND dropped IS NULL;
+CREATE INDEX IF NOT EXISTS groups_judged ON groups (id) WHERE informative IS NOT NULL;
+CREATE INDEX IF NOT EXISTS groups_by_step ON groups (step) WHERE step IS NOT NULL;
+CREATE INDEX IF NOT EXISTS groups_by_change ON groups (changed);
+CREATE INDEX IF NOT EXISTS versions_by_step ON versions (step);
+CREATE INDEX IF NOT EXISTS troubles_by_step ON troubles (COALESCE(step, 0));
 """
 
 # The newest policy step that a version shares with the trainer's present weights, and the step that it counts as.

@@ -21,7 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -34,7 +34,7 @@ from starlette.routing import Route
 from etude.errors import EtudeError, InputError
 from etude.harness.trace_store import from_json
 from etude.inference.latency import Histogram
-from etude.rollouts.leases import evaluated_step, step_prefix
+from etude.rollouts.leased_evaluations import LeasedEvaluations
 from etude.rollouts.live_settings import LiveSettings
 from etude.rollouts.queue import RolloutQueue, StaleClaim, SupersededWorker
 from etude.rollouts.queue_records import HeldSlot, Slot
@@ -59,6 +59,9 @@ HEARTBEATS_PER_S = 200.0  # ... but of all workers together no more than this
 HEARTBEATS_PER_LEASE = 4  # ... and of each at least this
 COPY_S, STATUSES_PER_S = 2.0, 500.0  # between two copies of the statuses, longer if there are many
 RECONCILE_S = 1.0  # leases are long
+LOOKUP_S = 1.0  # for which figures over the statuses of all workers are kept
+ABSENT_S = 60.0  # without a heartbeat, after which a worker started by hand gets no share of the rollouts
+NEWS_S = 0.2  # between two times that all workers are told of samplers, which often change together
 NO_STEP = -1  # of the trainer, for evaluations: below every step, so that no rollout is too stale
 IDLE_S = 600  # seconds for which an idle connection is kept
 FILES = 65536  # open connections, where the system allows it
@@ -73,6 +76,7 @@ QUEUE_METHODS = frozenset(
             "offer",
             "awaited_tasks",
             "judge",
+            "begin_session",
             "mark_trained",
             "record_version",
             "newest_version",
@@ -104,10 +108,15 @@ class RunService:
         self.draining: dict[str, str] = {}  # sessions of workers that shall end, by name
         self.files = RunFiles(layout)
         self.board = StatusBoard.restored(layout)
+        self.leased = LeasedEvaluations(queues, self.board)
         self.work = Bell()  # rings when slots can be claimed
+        self.sampler_news = Bell()  # rings when samplers have changed, a moment later if they did just before
+        self._prepared = (float("-inf"), frozenset[str]())  # when it was looked up; snapshots that workers keep ready
+        self._by_hand = (float("-inf"), 1)  # when it was counted, and the workers that the run has not started
+        self._told = (self.board.sampler_changes, float("-inf"))  # changes when it rang last, and the time
         self.requests: Counter[str] = Counter()
         self.latency = Histogram(LATENCY_S)
-        self._read_lease()
+        self.leased.read(self.clock.time())
 
     # ------------------------------------------------------------------------------------------ workers
 
@@ -119,13 +128,17 @@ class RunService:
         return sum(queue.enlist(name, wanted["session"]) for queue in self.queues.values())
 
     async def drain(self, request: Request) -> Any:
-        """Have a worker claim no more slots, finish its rollouts and end. Its next process is not concerned."""
+        """Have a worker claim no more slots, finish its rollouts and end; return whether there is such a worker.
+
+        Its next process is not concerned.
+        """
         name = request.path_params["name"]
         status = self.board.statuses.get(name, {})
         if status.get("kind") != WORKER:
-            raise InputError(f"this run has no worker {name!r}")
+            return False
         self.draining[name] = status["session"]
         self.work.ring()
+        return True
 
     async def claim(self, request: Request) -> Any:
         """Claim slots, evaluations first; if there are none, wait for some."""
@@ -150,33 +163,11 @@ class RunService:
         now, session = self.clock.time(), {"session": wanted["session"], "request": wanted["request"]}
         for queue in (queue for queue in QUEUES if queue in self.queues):
             left, prefix = int(wanted["count"]) - len(found), ""
-            if self._needs_lease(queue):
-                lease = self.board.lease
-                left, prefix = min(left, self._leased_room()), "" if lease is None else step_prefix(lease.step)
+            if self.leased.includes(queue):
+                left, prefix = min(left, self.leased.room()), self.leased.prefix()
             slots = self.queues[queue].claim_many(name, left, now, prefix=prefix, **session)
             found += [(queue, slot) for slot in slots]
         return found
-
-    def _needs_lease(self, queue: QueueName) -> bool:
-        """Return whether the slots of a queue need leased samplers: those of evaluations beside training."""
-        return queue == "evaluation" and "training" in self.queues
-
-    def _counts(self, task: str, versions: tuple[int, int]) -> bool:
-        """Return whether a sample of an evaluation beside training counts: its weights are those of the step.
-
-        A sample without a token counts, and one of samplers that the evaluation shares with training.
-        """
-        step, lease = evaluated_step(task), self.board.lease
-        if versions[0] < 0 or (lease is not None and lease.shared and lease.step == step):
-            return True
-        return {*range(versions[0], versions[1] + 1)} <= {*self.queues["evaluation"].versions_of(step)}
-
-    def _leased_room(self) -> int:
-        """Return how many more sessions of the evaluation with a lease may start now."""
-        lease, queue = self.board.lease, self.queues["evaluation"]
-        if lease is None or not self.board.serves_lease():
-            return 0
-        return max(0, lease.sessions - queue.in_flight())
 
     async def heartbeat(self, request: Request) -> Any:
         """Renew the leases of what a worker holds, record its status, and tell it what has changed."""
@@ -202,8 +193,16 @@ class RunService:
 
     def share(self) -> int:
         """Return how many of the rollouts in flight one worker may run."""
-        workers = self.board.statuses.get(ORCHESTRATOR, {}).get("workers") or self.workers
+        workers = self.board.statuses.get(ORCHESTRATOR, {}).get("workers") or self.workers or self.workers_by_hand()
         return -(-self.apply_changes() // int(workers))
+
+    def workers_by_hand(self) -> int:
+        """Return how many workers have reported lately, at least 1: a run may start none itself."""
+        now = self.clock.time()
+        if now - self._by_hand[0] > LOOKUP_S:
+            reported = (facts["time"] for facts in self.board.statuses.values() if facts.get("kind") == WORKER)
+            self._by_hand = now, max(1, sum(now - then < ABSENT_S for then in reported))
+        return self._by_hand[1]
 
     def apply_changes(self) -> int:
         """Apply changes of the run's settings to the queues; return how many rollouts may be in flight."""
@@ -222,7 +221,7 @@ class RunService:
         return sum(queue.dismiss(name, wanted["session"]) for queue in self.queues.values())
 
     async def report(self, request: Request) -> Any:
-        """Apply a report on a claimed slot: note, checkpoint, finish or fail."""
+        """Apply a report on a claimed slot: note, checkpoint, finish, fail or release."""
         wanted, queue = await read_json(request), self._queue(request)
         slot = Slot(wanted["slot"], 0, wanted["task"], 0, wanted["attempt"], "")
         kind, facts = request.path_params["kind"], wanted["facts"]
@@ -232,20 +231,26 @@ class RunService:
             queue.checkpoint(slot, facts["resume"], self.clock.time())
         elif kind == "finish":
             versions = int(facts["versions"][0]), int(facts["versions"][1])
-            if self._needs_lease(request.path_params["queue"]) and not self._counts(slot.task, versions):
-                queue.repeat(slot, f"weight versions {versions[0]} to {versions[1]} are not all of the evaluated step")
+            if self.leased.includes(request.path_params["queue"]) and not self.leased.counts(slot.task, versions):
+                why = f"weight versions {versions[0]} to {versions[1]} are not all of the evaluated step"
+                queue.release_slot(slot, why, keep_resume=False)
             else:
                 queue.finish(slot, facts["reward"], facts["trace"], versions)
         elif kind == "fail":
             queue.fail(slot, facts["why"], keep_resume=facts["keep_resume"])
+        elif kind == "release":
+            queue.release_slot(slot, facts["why"])
         else:
             raise InputError(f"{kind} is not a report on a slot")
 
     async def snapshots(self, request: Request) -> Any:
-        """Return the pod snapshots from which a rollout may be resumed, or that a worker keeps ready."""
-        resumed = (str(each.get("snapshot")) for q in self.queues.values() for each in q.rollout_checkpoints())
-        prepared = (id for facts in self.board.statuses.values() for id in facts.get("prepared", ()))
-        return sorted({*resumed, *prepared})
+        """Return those of a worker's snapshots from which a rollout may be resumed, or that a worker keeps ready."""
+        given, now = {str(snapshot) for snapshot in (await read_json(request))["snapshots"]}, self.clock.monotonic()
+        if now - self._prepared[0] > LOOKUP_S:
+            reported = (facts.get("prepared", ()) for facts in self.board.statuses.values())
+            self._prepared = now, frozenset(str(id) for ids in reported for id in ids)
+        resumed = (queue.needed_snapshots(given) for queue in self.queues.values())
+        return sorted((self._prepared[1] & given).union(*resumed))
 
     # ------------------------------------------------------------------------------------------ queues
 
@@ -262,17 +267,18 @@ class RunService:
             raise InputError(f"{name!r} is not a method of rollout queues")
         hints, method = _hints(name), getattr(queue, name)
         given = await read_json(request)
+        sender = given.pop("trainer", None)
         if unknown := given.keys() - hints.keys():
             raise InputError(f"{name} has no argument {sorted(unknown)[0]}")
         arguments = {key: from_json(hints[key], value, f"{name}.{key}") for key, value in given.items()}
-        found = method(**arguments, **({"now": self.clock.time()} if "now" in hints else {}))
+        arguments |= {"now": self.clock.time()} if "now" in hints else {}
+        if sender is None:
+            found = method(**arguments)
+        else:
+            found = queue.apply_once(str(sender[0]), int(sender[1]), partial(method, **arguments))
         if name == "set_lease":
-            self._read_lease()
+            self.leased.read(self.clock.time())
         return found
-
-    def _read_lease(self) -> None:
-        if "evaluation" in self.queues:
-            self.board.set_lease(self.queues["evaluation"].lease(self.clock.time()))
 
     # ------------------------------------------------------------------------------------------ statuses
 
@@ -292,12 +298,12 @@ class RunService:
         self.board.forget(request.path_params["name"])
 
     async def samplers(self, request: Request) -> Any:
-        """Return where the samplers are, once that differs from what the client has seen."""
+        """Return what is known of the samplers, once it differs from what the client has seen, or after a while."""
         seen, deadline = int(request.query_params["seen"]), self.clock.monotonic() + LONG_POLL_S
 
         async def wait() -> None:
             while self.board.sampler_changes == seen and (left := deadline - self.clock.monotonic()) > 0:
-                await self.board.changed.wait(left)
+                await self.sampler_news.wait(left)
 
         if self.board.sampler_changes == seen:
             await cancel_on_disconnect(request, wait())
@@ -353,7 +359,7 @@ class RunService:
             ("POST", "/status/{name}", self.report_status),
             ("DELETE", "/status/{name}", self.forget_status),
             ("GET", "/samplers", self.samplers),
-            ("GET", "/snapshots", self.snapshots),
+            ("POST", "/snapshots", self.snapshots),
             ("POST", "/workers/{name}/enlist", self.enlist),
             ("POST", "/workers/{name}/claim", self.claim),
             ("POST", "/workers/{name}/heartbeat", self.heartbeat),
@@ -381,7 +387,7 @@ class RunService:
             with suppress(sqlite3.OperationalError, OSError):  # a full disk: the next time may succeed
                 for name, queue in self.queues.items():
                     queue.reconcile(now, queue.last_step() if name == "training" else NO_STEP)
-                self._read_lease()  # it may have expired
+                self.leased.read(now)  # the lease may have expired
                 self.apply_changes()
                 self.board.expire(now)
                 if now >= copy_at:
@@ -391,13 +397,13 @@ class RunService:
             await asyncio.sleep(RECONCILE_S)
 
     def ring(self) -> None:
-        """Wake as many waiting workers as there are slots to claim."""
+        """Wake as many waiting workers as there are slots to claim, and all if samplers have changed."""
         if len(self.work):
-            self.work.ring(sum(self._claimable(name) for name in self.queues))
-
-    def _claimable(self, name: QueueName) -> int:
-        claimable = self.queues[name].claimable()
-        return min(claimable, self._leased_room()) if claimable and self._needs_lease(name) else claimable
+            self.work.ring(sum(map(self.leased.claimable, self.queues)))
+        changes, now = self.board.sampler_changes, self.clock.monotonic()
+        if changes != self._told[0] and now - self._told[1] >= NEWS_S:
+            self._told = changes, now
+            self.sampler_news.ring()
 
     def end(self) -> None:
         """Mark all services as ended: the run service ends last."""

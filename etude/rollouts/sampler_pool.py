@@ -275,7 +275,10 @@ class SamplerPool(PolicyBase):
         raise InputError(f"samplers load weights only from the run's store; publish version {version} there")
 
     async def version(self) -> int:
-        """Return the weight version that samples new tokens: the oldest of all usable samplers."""
+        """Return the weight version that samples new tokens: the oldest of all usable samplers.
+
+        What is known of it may be half a minute old: a new version is not told to every worker at once.
+        """
         usable = await self._usable_endpoints(time.monotonic() + self.deadline_s)
         return min(int(endpoint.status["version"]) for endpoint in usable.values())
 

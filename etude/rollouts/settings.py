@@ -100,7 +100,12 @@ class WorkerSettings(QueueLimits, SessionSettings):
         default="",
         description="object store of traces and rollout checkpoints, such as s3://bucket/run; default: in the run",
     )
-    workers: int = Field(default=1, ge=1, description="worker processes that run sessions, on each node of a cluster")
+    workers: int = Field(
+        default=1,
+        ge=0,
+        description="worker processes that run sessions, on each node of a cluster; 0: only those started by hand, on "
+        "any machine",
+    )
     checkpoint_rollouts_s: float = Field(
         default=60.0, ge=0, description="seconds between checkpoints of a rollout; 0: no checkpoints"
     )

@@ -10,8 +10,9 @@ from etude.runs.layout import RunLayout
 from etude.runs.service_status import SAMPLER, read_copy
 
 SILENT_S = 10.0  # samplers report every second, on a busy machine later: one that is silent for longer gets no requests
-# What workers see of a sampler.
+# What workers see of a sampler ...
 SHOWN = ("url", "pid", "host", "state", "version", "waiting_for", "problem", "purpose", "leased")
+URGENT = ("url", "pid", "host", "state", "purpose", "leased")  # ... at once: where requests can be sent
 
 
 class Bell:
@@ -50,8 +51,7 @@ class StatusBoard:
 
     statuses: dict[str, dict[str, Any]] = field(default_factory=dict)
     samplers: dict[str, dict[str, Any]] = field(default_factory=dict)  # what workers see of the samplers
-    sampler_changes: int = 1  # grows when that changes
-    changed: Bell = field(default_factory=Bell)
+    sampler_changes: int = 1  # grows when that changes urgently: every change is told to every worker
     lease: EvaluationLease | None = None  # of samplers to an evaluation
 
     @classmethod
@@ -74,7 +74,7 @@ class StatusBoard:
         same = lease is self.lease if lease is None else lease.is_same(self.lease)
         self.lease = lease
         if not same:
-            self._tell()
+            self.sampler_changes += 1
 
     def shown(self) -> dict[str, dict[str, Any]]:
         """Return what workers see of the samplers; those that are leased have the `lease`."""
@@ -115,11 +115,11 @@ class StatusBoard:
         self.statuses = {name: {**facts, "state": "ended", "waiting_for": ""} for name, facts in self.statuses.items()}
 
     def _show(self, name: str, shown: dict[str, Any] | None) -> None:
-        if self.samplers.get(name) != shown:
-            self.samplers = {key: each for key, each in self.samplers.items() if key != name}
-            self.samplers |= {name: shown} if shown is not None else {}
-            self._tell()
-
-    def _tell(self) -> None:
-        self.sampler_changes += 1
-        self.changed.ring()
+        if (before := self.samplers.get(name)) == shown:
+            return
+        self.samplers = {key: each for key, each in self.samplers.items() if key != name}
+        self.samplers |= {name: shown} if shown is not None else {}
+        leased = self.lease is not None and name in self.lease.samplers
+        urgent = (*URGENT, "version") if leased else URGENT
+        if before is None or shown is None or any(before[key] != shown[key] for key in urgent):
+            self.sampler_changes += 1

@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import contextlib
 import logging
+import shutil
 import signal
 import sys
 import zlib
@@ -25,6 +26,7 @@ from etude.chat.dialects import dialect_for
 from etude.chat.tokenizer import Tokenizer
 from etude.config import read_toml
 from etude.errors import EtudeError, InputError
+from etude.files import user_cache
 from etude.harness.search.searcher import open_searcher
 from etude.harness.session import SessionSpec
 from etude.harness.toolserver.client import launch_tool_server
@@ -70,7 +72,8 @@ from etude.tasks.task import Task
 from etude.weights.object_store import ROLLOUTS, ObjectStore, open_store
 
 STATUS_S = 1.0  # seconds between two looks for a sampler, times four
-FULL_DISK_S = 5.0  # seconds before a trace that could not be stored is stored again
+FULL_DISK_S = 5.0  # seconds between two looks whether a full disk has space again
+MIN_FREE = 64 << 20  # bytes on the disks of this machine: with less, nothing is claimed, and no failure counts
 SWEEP_S = 60.0  # seconds between searches for unneeded snapshots
 STOP_S = 8.0  # seconds to stop after SIGTERM; the orchestrator sends SIGKILL after ten
 KIND_SAMPLE = 32  # tasks whose environments are compared to find the kind to keep warm
@@ -138,6 +141,7 @@ class Worker:
         self.waiting_for = "the samplers"
         self.last_failure = ""
         self.storage_problem = ""  # why a trace could not be stored yet
+        self.disks = (member.layout.pods, user_cache(""))  # of this machine, on which rollouts need space
         self._tasks: dict[tuple[QueueName, str], Task] = {}
         self._slot_freed = asyncio.Event()
         self._stop = asyncio.Event()
@@ -209,6 +213,7 @@ class Worker:
         await self._wait_for_samplers()
         while True:
             self._slot_freed.clear()
+            await self._wait_for_space()
             if self.draining and not self.claims:
                 self._stop.set()
             free = 0 if self.draining else max(0, self.max_rollouts - len(self.claims))
@@ -234,6 +239,22 @@ class Worker:
             else:
                 self.waiting_for = ""
                 return
+
+    async def _wait_for_space(self) -> None:
+        """Wait until there is space on the disks of this machine: rollouts of other machines go on."""
+        while full := self.full_disk():
+            self.waiting_for = full
+            await asyncio.sleep(FULL_DISK_S)
+            self.waiting_for = ""
+
+    def full_disk(self) -> str:
+        """Return that a disk of this machine is full; "" if none is."""
+        for path in self.disks:
+            there = next((each for each in (path, *path.parents) if each.exists()), path)
+            with contextlib.suppress(OSError):
+                if (free := shutil.disk_usage(there).free) < MIN_FREE:
+                    return f"space on the disk of this machine: {there} has {free >> 20} MiB left"
+        return ""
 
     async def _heartbeat_loop(self, pause_s: float) -> None:
         while True:
@@ -288,6 +309,8 @@ class Worker:
 
     async def _run_rollout(self, claim: ClaimedSlot) -> Rollout:
         queue, slot, config = claim.queue, claim.slot, self.config
+        if full := self.full_disk():  # since the claim was asked for
+            raise RolloutFailed(full)
         task = await self._task(queue, slot.task)
         resume = await self._load_checkpoint(claim)
 
@@ -346,7 +369,10 @@ class Worker:
                 return
 
     async def _fail(self, claim: ClaimedSlot, error: RolloutFailed) -> None:
-        """Requeue the slot. Its checkpoint is kept only if this attempt wrote it, so that none fails repeatedly."""
+        """Requeue the slot. Its checkpoint is kept only if this attempt wrote it, so that none fails repeatedly.
+
+        A full disk of this machine is no failure of the slot: another machine may finish it.
+        """
         reason = str(error)[:MAX_REASON]
         log.warning("slot %d of %s, attempt %d: %s", claim.slot.id, claim.slot.task, claim.slot.attempt, reason)
         self.counts["failed"] += 1
@@ -354,6 +380,9 @@ class Worker:
         if isinstance(error.__cause__, SamplersUnavailable):
             self.waiting_for = "the samplers"
         keep, claim.reported = claim.has_checkpoint, True
+        if full := self.full_disk():
+            await self.service.report(claim.queue, claim.slot, "release", why=f"{full}: {reason}"[:MAX_REASON])
+            return
         await self.service.report(claim.queue, claim.slot, "fail", why=reason, keep_resume=keep)
         if not keep:
             await self._remove_checkpoint(claim)
@@ -416,8 +445,8 @@ class Worker:
         They belong to finished rollouts, or to workers killed before they recorded the checkpoint.
         """
         while True:
-            needed = await self.service.snapshots()
             existing = await self.fleet.snapshots()
+            needed = await self.service.needed_snapshots(existing)
             for id in (existing - needed) & self._unneeded:
                 await self.fleet.remove_snapshot(id)
             self._unneeded = existing - needed

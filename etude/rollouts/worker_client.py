@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,9 +34,9 @@ class HeartbeatReply:
     problem: str  # with them
 
 
-def drain_worker(client: RunClient, name: str) -> None:
-    """Have a worker claim no more slots, finish its rollouts and end. Asking twice is asking once."""
-    call(client, f"/workers/{name}/drain", {}, patience_s=0)
+def drain_worker(client: RunClient, name: str) -> bool:
+    """Have a worker claim no more slots, finish its rollouts and end; False if there is no such worker (any more)."""
+    return bool(call(client, f"/workers/{name}/drain", {}, patience_s=0))
 
 
 class WorkerClient:
@@ -76,13 +76,14 @@ class WorkerClient:
         return HeartbeatReply(**await self._in_thread(lambda: call(self._client, path, body)))
 
     async def report(self, queue: QueueName, slot: Slot, kind: str, **facts: Any) -> None:
-        """Report on a claimed slot (note, checkpoint, finish, fail); StaleClaim if the claim is no longer valid."""
+        """Report note, checkpoint, finish, fail or release of a claimed slot; StaleClaim if it is no longer claimed."""
         body = {"slot": slot.id, "task": slot.task, "attempt": slot.attempt, "facts": facts}
         await self._in_thread(lambda: call(self._client, f"/queues/{queue}/report/{kind}", body))
 
-    async def snapshots(self) -> set[str]:
-        """Return the snapshots from which a slot may be resumed, or that a worker keeps ready."""
-        return set(await self._in_thread(lambda: self._client.call("GET", "/snapshots")))
+    async def needed_snapshots(self, snapshots: Collection[str]) -> set[str]:
+        """Return those of the snapshots from which a slot may be resumed, or that a worker keeps ready."""
+        body = {"snapshots": sorted(snapshots)}
+        return set(await self._in_thread(lambda: call(self._client, "/snapshots", body)))
 
     async def task_directory(self, queue: QueueName, task: str) -> Path | None:
         """Return the directory of a task, which may have to be fetched; None if the run has none of that name."""

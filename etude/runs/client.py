@@ -26,7 +26,7 @@ from etude.runs.layout import RunLayout
 from etude.system.clock import MACHINE_CLOCK, Clock
 from etude.system.processes import NODE_VARIABLE
 
-PROTOCOL = 1  # of the requests; both sides must have the same
+PROTOCOL = 2  # of the requests; both sides must have the same
 PROTOCOL_HEADER, RUN_HEADER = "etude-protocol", "etude-run"
 PATIENCE_S = 600.0  # until a process gives up a service that does not answer
 TIMEOUT_S = 60.0  # of one request, beside the time that it may wait in the service

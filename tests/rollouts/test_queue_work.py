@@ -76,7 +76,7 @@ def session(queue: RolloutQueue) -> dict[str, int]:
     held = [HeldSlot(slot.id, slot.attempt, "running") for slot in slots]
     count("renew", lambda: queue.renew("w", held, 1.0, session="one", answered=1))
     count("checkpoint", lambda: queue.checkpoint(slots[0], {"snapshot": "s"}, 1.0))
-    count("rollout_checkpoints", queue.rollout_checkpoints)
+    assert count("needed_snapshots", lambda: queue.needed_snapshots(["r", "s"])) == {"s"}
     count("fail", lambda: queue.fail(slots[8], "its pod died"))
     count("state", lambda: queue.state(2.0))
     while slots:

@@ -95,7 +95,7 @@ def test_the_queue_is_the_same_through_the_service(queue: QueueClient, client: R
     assert queue.counts() == {"starting": 4}
     report(client, slots[0], "checkpoint", resume={"snapshot": "s-1"})
     report(client, slots[0], "note", note="it goes on")
-    assert client.call("GET", "/snapshots") == ["s-1"]
+    assert client.call("POST", "/snapshots", {"snapshots": ["s-0", "s-1", "s-2"]}) == ["s-1"]
     for slot in slots:
         finish(client, slot)
     judged: list[ReadyGroup] = []
@@ -127,11 +127,11 @@ def test_strangers_are_refused_in_one_line_each(client: RunClient, layout: RunLa
     with pytest.raises(InputError, match=r"service of another run \(aaaaaaaa, not bbbbbbbb\)"):
         other.statuses()
     old = client.twin(_headers={**client._headers, "etude-protocol": "0"})
-    with pytest.raises(InputError, match="speaks protocol 1, this client protocol 0: both need the same Etude"):
+    with pytest.raises(InputError, match="speaks protocol 2, this client protocol 0: both need the same Etude"):
         old.statuses()
     with httpx.Client(base_url=client.url, headers={"authorization": f"Bearer {run_token(layout)}"}) as plain:
         assert "no protocol" in plain.get("/run").json()["error"]["message"]
-        plain.headers["etude-protocol"] = "1"
+        plain.headers["etude-protocol"] = "2"
         assert plain.get("/run").status_code == 200
         assert plain.get("/run", headers={"origin": "http://elsewhere.example"}).status_code == 403
         assert plain.post("/status/a", content="{}", headers={"content-type": "text/plain"}).status_code == 415

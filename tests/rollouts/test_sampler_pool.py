@@ -333,6 +333,7 @@ def test_the_tokens_of_a_run_are_private_and_differ(service: RunService, member:
 
 def test_leased_samplers_serve_their_evaluation_and_the_others_training(service: RunService, member: RunMember) -> None:
     lease, sessions = EvaluationLease(20, 7, ("sampler-1", "sampler-2"), shared=False, sessions=9), count()
+    board = service.board
 
     async def numbers(policy: Policy, requests: int = 6) -> set[int]:
         found = [await policy.complete([1], ONE, session=f"s{next(sessions)}") for _ in range(requests)]
@@ -342,11 +343,23 @@ def test_leased_samplers_serve_their_evaluation_and_the_others_training(service:
         async with AsyncExitStack() as stack:
             policy = await stack.enter_async_context(open_sampler_pool(member, deadline_s=60))
             await serve(stack, member, policy, says(0), says(1), says(2), says(3))
-            (urls := policy.directory.current())
-            announce(member, "sampler-3", urls["sampler-3"]["url"], purpose="evaluation")
+            urls = {name: each["url"] for name, each in policy.directory.current().items()}
+
+            async def change(name: str, **facts: Any) -> None:
+                """Report a status, and wait until the pool can know it, with the lease."""
+                announce(member, name, urls[name], **facts)
+                while True:
+                    found = policy.directory.current()[name]
+                    same_lease = (found["lease"] is None) == (name not in (board.lease.samplers if board.lease else ()))
+                    if same_lease and all(found[key] == value for key, value in facts.items()):
+                        return
+                    member.client.report_status("other", state="ready")
+                    await asyncio.sleep(0.02)
+
+            await change("sampler-3", purpose="evaluation")
             assert await numbers(policy, 20) == {0, 1, 2}
-            service.board.set_lease(lease)
-            announce(member, "sampler-1", urls["sampler-1"]["url"], version=7, leased=7)
+            board.set_lease(lease)
+            await change("sampler-1", version=7, leased=7)
             assert await numbers(policy.for_evaluation(20)) == {1}, "sampler-2 does not have the version yet"
             assert await numbers(policy, 20) == {0}
             policy.deadline_s = 0.1
@@ -354,21 +367,14 @@ def test_leased_samplers_serve_their_evaluation_and_the_others_training(service:
                 await policy.for_evaluation(30).complete([1], ONE)
             policy.deadline_s = 60
             # The lease has ended: sampler-1 serves training once it has the newest weights again.
-            service.board.set_lease(None)
-            announce(member, "sampler-2", urls["sampler-2"]["url"], version=8)
-            while policy.directory.current()["sampler-2"]["version"] != 8:
-                await asyncio.sleep(0.01)
+            board.set_lease(None)
+            await change("sampler-2", state="ready")
             assert await numbers(policy, 20) == {0, 2}
-            announce(member, "sampler-1", urls["sampler-1"]["url"], version=8, leased=None)
-            while policy.directory.current()["sampler-1"]["leased"] is not None:
-                await asyncio.sleep(0.01)
+            await change("sampler-1", leased=None)
             assert await numbers(policy, 20) == {0, 1, 2}
             # A lease that training shares.
-            shared = replace(lease, samplers=("sampler-0",), shared=True)
-            service.board.set_lease(shared)
-            announce(member, "sampler-0", urls["sampler-0"]["url"], version=8)
-            while policy.directory.current()["sampler-0"]["version"] != 8:
-                await asyncio.sleep(0.01)
+            board.set_lease(replace(lease, samplers=("sampler-0",), shared=True))
+            await change("sampler-0", version=8)
             assert await numbers(policy.for_evaluation(20)) == {0}
             assert await numbers(policy, 20) == {0, 1, 2}
 

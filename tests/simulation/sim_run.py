@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import json
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
@@ -77,7 +77,7 @@ PROMPTS = 120
 TIMEOUT_S = 8.0  # of a request
 SHARD_BYTES = 64
 DETECTION_S = (1.0, 8.0)  # until the cluster knows that a node is gone
-PROGRESS_S = 4000.0  # within which the run must reach its steps once faults have stopped
+PROGRESS_S = 2000.0  # within which the run must reach its steps once faults have stopped
 DOWN_S = 60.0  # for which a service that died may be missing
 
 
@@ -119,7 +119,7 @@ class Plan:
             groups_per_step=rng.randint(1, 2),
             max_staleness=rng.choice([0, 1, 1, 2, 3]),
             in_flight=rng.randint(2, 8),
-            lease_s=rng.choice([10.0, 30.0]),
+            lease_s=rng.choice([6.0, 20.0]),
             full_every=rng.choice([1, 2, 3, 20]),
             keep=rng.randint(1, 2),
             checkpoint_every=rng.choice([1, 2, 3]),
@@ -144,7 +144,7 @@ class Plan:
             "lease_s": self.lease_s,
             "max_attempts": 1000,
             "checkpoint_every": self.checkpoint_every,
-            "stall_s": 600.0,
+            "stall_s": 240.0,
             "workers": self.workers_per_node,
             "device": "cpu",
             "sampler": {"count": self.samplers, "device": "cpu"},
@@ -211,6 +211,7 @@ class SimLearner(Learner):
         self.updates = (*self.updates, update)
         self.trainer.step_count += 1
         run.say(self.process, f"step {self.trainer.step_count} is update {update} of {', '.join(names)}")
+        run.tempt(self.process)
         seconds = self.process.clock.monotonic() - started
         result = StepResult({"loss": 0.0}, {"model": 1.0}, False, len(names), len(names), seconds)
         return StepOutcome(result, 1.0, {}, len(names), 1.0)
@@ -234,6 +235,7 @@ class SimLearner(Learner):
         self.process.clock.sleep(run.rng.uniform(0.0, 0.1))
         commit_checkpoint(run.layout, draft, step, self.settings, None)
         run.say(self.process, f"checkpoint {step}")
+        run.tempt(self.process)
 
 
 def train(run: SimulatedRun, process: SimProcess) -> None:
@@ -328,7 +330,7 @@ def sample(run: SimulatedRun, process: SimProcess, name: str) -> None:
     sampler._record_loaded(first, backend.take(first).seconds)
     sampler.service = backend  # type: ignore[assignment]
     sampler._set_state("ready", "")
-    run.samplers[name] = backend
+    run.samplers.append(backend)
     sampler._follow(backend, backend.take)  # type: ignore[arg-type]
 
 
@@ -353,7 +355,7 @@ class SimWorker(Worker):
         reach = self.simulated.network.reaches
         found = [
             each
-            for _, each in sorted(self.simulated.samplers.items())
+            for each in self.simulated.samplers
             if each.process.alive and not each.process.paused_until > self.simulated.simulation.now
             if reach(self.process.host, each.process.host)
         ]
@@ -453,7 +455,8 @@ def serve(run: SimulatedRun, process: SimProcess) -> None:
     clock, layout = process.clock, run.layout
     clock.sleep(run.rng.uniform(0.1, 0.5))
     with open_queues(layout) as queues:
-        service = RunService(layout, queues, run.settings.workers, LiveSettings(layout, RolloutSettings), clock)
+        live = LiveSettings(layout, RolloutSettings)
+        service = RunService(layout, queues, run.settings.workers, live, clock)
 
         async def main() -> None:
             loop = asyncio.get_running_loop()
@@ -584,7 +587,7 @@ class SimulatedRun:
         self.joined = 0
         for number in range(plan.nodes):
             self.join(sees_run=number == 0)
-        self.samplers: dict[str, SimSampler] = {}
+        self.samplers: list[SimSampler] = []  # that have been ready
         self.started: list[SimServiceProcess] = []  # every process that was started
         self.head: SimProcess | None = None
         self.heads = 0
@@ -594,7 +597,8 @@ class SimulatedRun:
         # What has happened, to be compared with what the run says.
         self.updates: dict[int, Update] = {}
         self.published: dict[int, tuple[int, ...]] = {}
-        self.reported: list[tuple[int, int, int, str]] = []  # finished rollouts: slot, attempt, group, task
+        self.reported: list[tuple[int, int]] = []  # finished rollouts: slot and attempt
+        self.killed: Counter[str] = Counter()  # by service
 
     # -------------------------------------------------------------------------------------- helpers
 
@@ -652,7 +656,7 @@ class SimulatedRun:
             "etude.rollouts.run_service": partial(serve, self, process),
             "etude.rl.trainer_process": partial(train, self, process),
             "etude.inference.sampler_process": partial(sample, self, process, spec.name),
-            "etude.rollouts.worker": lambda: work(self, process, spec.name),
+            "etude.rollouts.worker": partial(work, self, process, spec.name),
         }
         self.say(process, "starts")
         process.on_end.append(lambda: self.say(process, f"ends: {process.code}"))
@@ -704,7 +708,7 @@ class SimulatedRun:
                     clock=clock,
                 )
                 services.on_death = holder.on_process_death
-                add_rl_services(services, layout, settings, ClusterSettings(), client.url)
+                add_rl_services(services, layout, holder.live.settings, ClusterSettings(), client.url)
                 self.supervisor = services
                 orchestrate(holder, services)
                 self.finished = True
@@ -756,10 +760,20 @@ class SimulatedRun:
         if self.published.setdefault(number, updates) != updates:
             raise SimulationFailed(f"version {number} is of updates {updates}, and of {self.published[number]}")
         self.say(process, f"publishes version {number} (updates {list(updates)})")
+        self.tempt(process)
+
+    def tempt(self, process: SimProcess) -> None:
+        """Kill a process perhaps, just after it has done something."""
+        service = process.name.partition(".")[0]
+        if self.faulty("moments", 0.08) and self.killed[service] < MAX_KILLS:
+            self.killed[service] += 1
+            self.say(process, "is killed soon")
+            self.simulation.later(self.rng.choice([0.001, 0.02, 0.5]) * self.rng.random(), process.kill)
 
     def note_finished(self, process: SimProcess, slot: Any) -> None:
         self.say(process, f"finished slot {slot.id}, attempt {slot.attempt}")
-        self.reported.append((slot.id, slot.attempt, slot.group, slot.task))
+        self.reported.append((slot.id, slot.attempt))
+        self.tempt(process)
 
     # -------------------------------------------------------------------------------------- invariants at all times
 
@@ -813,13 +827,14 @@ def check(run: SimulatedRun) -> None:
     expect(all(each.step is None or each.step <= plan.steps for each in groups.values()), "a step that was not taken")
     # Nothing finished is lost: it was trained on, is still there, or became too stale.
     stale = Counter((each.task, each.number) for each in incidents if each.kind == "stale")
-    last: dict[int, int] = {}
-    for id, attempt, _, _ in run.reported:
-        last[id] = max(attempt, last.get(id, 0))
-    for id, attempt in last.items():
+    finished: defaultdict[int, set[int]] = defaultdict(set)
+    for id, attempt in run.reported:
+        finished[id].add(attempt)
+    for id, attempts in finished.items():
         slot = slots[id]
-        kept = slot.state == "ready" and slot.attempt == attempt and slot.trace in run.buckets[ROLLOUTS].objects
-        expect(kept or bool(stale[slot.task, slot.number]), f"finished slot {id}, attempt {attempt} is lost: {slot}")
+        kept = slot.state == "ready" and slot.attempt in attempts and slot.trace in run.buckets[ROLLOUTS].objects
+        lost = len(attempts) - kept - stale[slot.task, slot.number]
+        expect(lost <= 0, f"of the finished attempts {attempts} of slot {id}, {lost} are lost: {slot}")
     expect(len(slots) == len(groups) * plan.group_size == sum(counts.values()), "slots are missing")
     if not plan.faults:
         expect(not incidents, f"without faults: {incidents}")
@@ -840,8 +855,10 @@ def group_of(trace: str) -> int:
 
 FAULTS: tuple[str, ...] = (
     "kills",
+    "moments",
     "nodes",
     "isolation",
+    "freezes",
     "pauses",
     "head",
     "partitions",
@@ -862,7 +879,6 @@ class Chaos:
     """What goes wrong."""
 
     world: SimulatedRun
-    killed: Counter[str] = field(default_factory=Counter)
     missing: dict[str, float] = field(default_factory=dict)  # services that are not running, and since when
 
     def run(self) -> None:
@@ -908,11 +924,11 @@ class Chaos:
         return [each for each in self.world.started if each.process is not None and each.process.alive]
 
     def victims(self) -> list[SimServiceProcess]:
-        return [each for each in self.alive() if self.killed[each.spec.name] < MAX_KILLS]
+        return [each for each in self.alive() if self.world.killed[each.spec.name] < MAX_KILLS]
 
     def do_kill(self, each: SimServiceProcess) -> None:
         assert each.process is not None
-        self.killed[each.spec.name] += 1
+        self.world.killed[each.spec.name] += 1
         self.say(f"kills {each.process.name}")
         each.process.kill()
 
@@ -948,14 +964,27 @@ class Chaos:
 
     def isolation(self) -> None:
         """A node is cut off for so long that the cluster gives it up; it ends what it runs when it is back."""
+        if (lost := self.lose("is cut off")) is not None:
+            node, seconds = lost
+            self.world.network.isolated(node.host, self.world.home, seconds)
+
+    def freezes(self) -> None:
+        """The same, by a node that stands still for a while."""
+        if (lost := self.lose("stands still")) is not None:
+            node, seconds = lost
+            for each in self.alive():
+                if each.place is node and each.process is not None:
+                    each.process.paused_until = self.world.simulation.now + seconds
+
+    def lose(self, how: str) -> tuple[SimNode, float] | None:
+        """Have the cluster give up a node that is back later; return it, and for how many seconds it is away."""
         world, rng = self.world, self.world.rng
         found = [node for node in world.nodes[1:] if node.gone_at is None]
         if not found:
-            return
+            return None
         node, seconds = rng.choice(found), rng.uniform(5, 40)
-        self.say(f"node {node.id} is cut off for {seconds:.0f} s")
+        self.say(f"node {node.id} {how} for {seconds:.0f} s")
         node.gone_at = world.simulation.now + rng.uniform(*DETECTION_S)
-        world.network.isolated(node.host, world.home, seconds)
 
         def back() -> None:
             for each in world.started:
@@ -964,21 +993,21 @@ class Chaos:
             self.replace(node)
 
         world.simulation.later(seconds + rng.uniform(0, 4), back)
+        return node, seconds
 
     def head(self) -> None:
         """The process that holds the run is killed, and all services with it."""
         world = self.world
-        if world.head is not None and world.head.alive and self.killed["head"] < 2:
-            self.killed["head"] += 1
+        if world.head is not None and world.head.alive and self.world.killed["head"] < 2:
+            self.world.killed["head"] += 1
             self.say("kills the process that holds the run")
             world.head.kill()
 
     def partitions(self) -> None:
         world, rng = self.world, self.world.rng
-        hosts = [node.host for node in world.nodes if node.host.up] + [STORE]
-        if len(hosts) > 2:
-            one, other = rng.sample(hosts, 2)
-            seconds = rng.uniform(1, 30)
+        hosts = [node.host for node in world.nodes[1:] if node.host.up]
+        if hosts:
+            one, other, seconds = rng.choice([world.home, STORE]), rng.choice(hosts), rng.uniform(1, 40)
             self.say(f"{one.name} and {other.name} do not reach each other for {seconds:.0f} s")
             world.network.isolated(one, other, seconds)
 

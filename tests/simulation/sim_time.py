@@ -23,7 +23,7 @@ from typing import Any, ClassVar, TypeVar
 from etude.system.clock import Clock
 
 T = TypeVar("T")
-HANG_S = 120.0  # of real time, for one simulated run
+HANG_S = 600.0  # of real time, after which a simulated run waits for something that is not simulated
 JITTER_S = 0.004  # by which every wait is longer, at most
 
 

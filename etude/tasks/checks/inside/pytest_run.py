@@ -57,7 +57,8 @@ def run_pytest(check: JsonObject, tests: list[str], workspace: str) -> JsonObjec
             probes.append(os.path.join(directory, name))
             with open(probes[-1], "w") as file:
                 file.write(source)
-        options = pytest_options(check, workspace, directory)
+        # One line for each failure: a traceback with source costs a parse of the test file, and every false twin fails.
+        options = [*pytest_options(check, workspace, directory), "--tb=line"]
         paths = [*probes[:1], *(os.path.join(workspace, test) for test in tests), *probes[1:]]
 
         def work(send: Send) -> None:
