@@ -1,11 +1,15 @@
 """Evaluations beside training: the real trainer, queue, run service and store; samplers and workers are the test's."""
 
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,8 +39,10 @@ from etude.rollouts.run_queues import open_queues
 from etude.rollouts.settings import EvaluationSettings, load_evaluation, load_queues
 from etude.runs.layout import RunLayout
 from etude.runs.run import Run
+from etude.runs.service_status import read_statuses
 from etude.weights.object_store import ObjectStore
 from etude.weights.versions import read_version, version_numbers, write_version
+from etude_nano.source import generate_nano
 
 
 @contextmanager
@@ -348,3 +354,51 @@ def test_test_sets_are_refused_as_benchmarks_and_keys_without_rl_too(tmp_path: P
         path.write_text(f'name = "x"\nstages = ["evaluation"]\n[evaluation]\nmodel = "m"\n{sets}\n{table}\n')
         with pytest.raises(InputError, match=f"evaluation.{key} would not be used: it needs the stage"):
             load_recipe(path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["borrowed", "own"])
+def test_evaluations_of_a_real_run_are_exact_although_their_sampler_and_the_run_are_killed(
+    kind: str, tmp_path: Path
+) -> None:
+    """Real processes: the leased sampler is killed twice, the orchestrator once; results are of exactly their step."""
+    samplers = {"device": "cpu", "kv_cache_tokens": 16384, "max_sequences": 8, "threads": 1}
+    table: dict[str, Any] = {"every": 2, "validation_samples": 2}
+    table["benchmarks"] = [{"tasks": "./more", "every": 3, "max_tasks": 1}]
+    table |= {"sampler": samplers} if kind == "own" else {}
+    count = 1 if kind == "own" else 2
+    options: dict[str, Any] = {"steps": 8, "checkpoint_every": 3, "weights": {"full_every": 2, "keep": 1}}
+    recipe = make_recipe(tmp_path, tasks=80, evaluation=table, sampler={**samplers, "count": count}, **options)
+    generate_nano(tmp_path / "more", 2, "validation", 2, (1,))
+    layout, kills = RunLayout(tmp_path / "run"), ["sampler", "orchestrator", "sampler"]
+    line = [sys.executable, "-m", "etude.cli", "rl", str(recipe), "--out", str(layout.run), "--json", "--resume"]
+    deadline, leased = time.monotonic() + 600, set[str]()
+    while True:
+        with open(tmp_path / "out", "w") as out, open(tmp_path / "err", "a") as err:
+            process = subprocess.Popen(line, stdout=out, stderr=err, start_new_session=True)
+            while process.poll() is None:
+                assert time.monotonic() < deadline, (tmp_path / "err").read_text()[-2000:]
+                time.sleep(0.1)
+                found = {name: each.facts for name, each in read_statuses(layout).items()}
+                lease = found.get("orchestrator", {}).get("lease")
+                if not lease or lease["step"] < 2:
+                    continue
+                leased |= set(lease["samplers"])
+                victim = found.get(lease["samplers"][0], {})
+                if kills and victim.get("leased") == lease["version"]:
+                    with suppress(ProcessLookupError):
+                        os.kill(process.pid if kills.pop(0) == "orchestrator" else victim["pid"], signal.SIGKILL)
+                    time.sleep(2.0)
+        if process.returncode == 0:
+            break
+        assert process.returncode == -signal.SIGKILL, (tmp_path / "err").read_text()[-3000:]
+    assert kills == []
+    assert leased >= ({"evaluation-sampler-0"} if kind == "own" else {"sampler-1"})
+    records = Run.read(layout.run).metrics("rl")
+    steps = [record["step"] for record in records if not record.get("evaluation")]
+    assert steps == list(range(1, 9))
+    scored = {(each["step"], each.get("benchmark")): each for each in records if each.get("evaluation")}
+    assert scored.keys() == {(step, None) for step in (0, 2, 4, 6, 8)} | {(step, "more") for step in (0, 3, 6, 8)}
+    for (step, name), record in scored.items():
+        assert record["versions/oldest"] == record["versions/newest"] == step, (step, name)
+        assert record["samples"] == (1 if name else 6)
