@@ -219,10 +219,10 @@ class SimLearner(Learner):
         result = StepResult({"loss": 0.0}, {"model": 1.0}, False, len(names), len(names), seconds)
         return StepOutcome(result, 1.0, {}, len(names), 1.0)
 
-    def publish(self, number: int) -> None:
+    def publish(self, number: int, pinned: bool = False) -> None:
         if self.pending != number:
             self.run.note_publication(self.process, number, self.updates)
-        super().publish(number)
+        super().publish(number, pinned)
 
     def _published(self) -> dict[str, torch.Tensor]:
         return self.weights  # which the next step changes in place
@@ -236,7 +236,7 @@ class SimLearner(Learner):
         self.process.clock.sleep(run.rng.uniform(0.0, 0.5))
         seal_draft(draft, step)
         self.process.clock.sleep(run.rng.uniform(0.0, 0.1))
-        commit_checkpoint(run.layout, draft, step, self.settings, 0, self.session)
+        commit_checkpoint(run.layout, draft, step, self.settings, None, self.session)
         run.say(self.process, f"checkpoint {step}")
         run.tempt(self.process)
 
