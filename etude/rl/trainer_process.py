@@ -48,7 +48,7 @@ from etude.rl.settings import OBJECTIVES, RlSettings, open_rl_run
 from etude.rollouts.live_settings import LiveSettings, differing, record_changes
 from etude.rollouts.queue import REPLACED
 from etude.rollouts.queue_client import AnyQueue, QueueClient
-from etude.rollouts.settings import QueueName, load_evaluation, load_queues
+from etude.rollouts.settings import EvaluationSettings, QueueName, load_evaluation, load_queues
 from etude.rollouts.stored_traces import StoredTraces
 from etude.runs.client import RunClient
 from etude.runs.layout import RunLayout
@@ -160,9 +160,8 @@ def resumed_loop(
     session: int,
 ) -> RlLoop:
     """Return the loop that continues with a learner; the queues go back to its step, and its weights are published."""
-    queue, evaluations, every = queues["training"], None, 0
-    if evaluation := load_evaluation(layout):
-        every, evaluations = evaluation.every, queues["evaluation"]
+    queue, evaluation = queues["training"], load_evaluation(layout)
+    evaluations = queues["evaluation"] if evaluation else None
     trainer = learner.trainer
     # Before the queues are rewound: ready groups must not look stale to the orchestrator.
     remove_later_steps(layout, session, trainer.step_count)
@@ -182,8 +181,9 @@ def resumed_loop(
         max(queue.newest_version(), -1 if stored is None else stored),
         seed=run_seed(layout),
         reward_weights=live_rewards(LiveSettings(layout, RlSettings)),
-        validate_every=every,
-        blocked_by=evaluation_blocker(evaluations, partial(blocking_evaluation, settings, every, trainer)),
+        evaluation=evaluation,
+        lineage=evaluations.lineage() if evaluations is not None else 0,
+        pins=needed_versions(evaluation, evaluations, trainer.step_count),
         record_step=partial(record_step, layout, session),
         clock=learner.publisher.clock,
     )
@@ -199,7 +199,6 @@ def open_learner(
     trainer = open_trainer(layout, settings, mesh)
     tokenizer, weights = Tokenizer.load(layout.model), settings.weights
     evaluation, live = load_evaluation(layout), LiveSettings(layout, RlSettings)
-    every = evaluation.every if evaluation else 0
     with Publisher(
         ObjectStore(layout.store),
         full_every=weights.full_every,
@@ -216,7 +215,7 @@ def open_learner(
             tokenizer.end_of_text,
             load_trace=trace_loader(layout),
             demonstrations=open_demonstrations(layout, settings, trainer, tokenizer.end_of_text),
-            save=lambda: write_checkpoint(layout, trainer, tokenizer, live.current(), every, session),
+            save=lambda: write_checkpoint(layout, trainer, tokenizer, live.current(), evaluation, session),
         )
 
 
@@ -350,34 +349,13 @@ def open_demonstrations(
     return demonstration_steps(mixture, settings, config, step, padding, *ranks)
 
 
-def blocking_evaluation(settings: RlSettings, validate_every: int, trainer: Trainer) -> int:
-    """Return the step whose evaluation must end before the next step: the first or, with imitation, the last due.
-
-    RL waits for rollouts of its own. Steps of imitation take no time: later weights would answer the evaluation.
-    """
-    step = trainer.step_count
-    return step - step % validate_every if settings.control == "imitation" and validate_every else 0
-
-
-def evaluation_blocker(evaluations: AnyQueue | None, due: Callable[[], int]) -> Callable[[], str]:
-    """Return a function that says which evaluation blocks the next step: that of exactly the weights of step `due`."""
-    finished: set[int] = set()
-    last: tuple[tuple[int, int], str] | None = None  # step and changes of the queue, and what was said then
-
-    def blocked_by() -> str:
-        nonlocal last
-        if evaluations is None or (step := due()) in finished:
-            return ""
-        state = evaluations.state()
-        if last is not None and last[0] == (step, state.changes):
-            return last[1]
-        if held_out.is_finished(evaluations, step):
-            finished.add(step)
-            return ""
-        last = (step, state.changes), f"the evaluation at step {step}: {state.waiting_for}"
-        return last[1]
-
-    return blocked_by
+def needed_versions(
+    evaluation: EvaluationSettings | None, evaluations: AnyQueue | None, step: int
+) -> dict[int, list[int]]:
+    """Return the weight versions of all evaluated steps up to `step`, whether their evaluations have ended or not."""
+    if evaluation is None or evaluations is None:
+        return {}
+    return {each: evaluations.versions_of(each) for each in range(step + 1) if evaluation.due_sets(each)}
 
 
 @contextmanager
@@ -435,7 +413,12 @@ def _digest(checkpoint: Path) -> str:
 
 
 def write_checkpoint(
-    layout: RunLayout, trainer: Trainer, tokenizer: Tokenizer, settings: RlSettings, validate_every: int, session: int
+    layout: RunLayout,
+    trainer: Trainer,
+    tokenizer: Tokenizer,
+    settings: RlSettings,
+    evaluation: EvaluationSettings | None,
+    session: int,
 ) -> None:
     """Write a checkpoint under a temporary name, rename it when it is complete, and delete old ones.
 
@@ -458,7 +441,7 @@ def write_checkpoint(
         seal_draft(draft, step)
     except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a full disk
         raise EtudeError(f"{draft}: the checkpoint cannot be written: {error}") from error
-    commit_checkpoint(layout, draft, step, settings, validate_every, session)
+    commit_checkpoint(layout, draft, step, settings, evaluation, session)
 
 
 def seal_draft(draft: Path, step: int) -> None:
@@ -467,14 +450,20 @@ def seal_draft(draft: Path, step: int) -> None:
 
 
 def commit_checkpoint(
-    layout: RunLayout, draft: Path, step: int, settings: RlSettings, validate_every: int, session: int
+    layout: RunLayout,
+    draft: Path,
+    step: int,
+    settings: RlSettings,
+    evaluation: EvaluationSettings | None,
+    session: int,
 ) -> None:
     """Give a complete checkpoint its name, and delete old ones; EtudeError if another process trains the run now."""
     check_session(layout, session)
     final = layout.trainer / f"{step:06d}"
     commit_directory(draft, final)
     found = dict(checkpoints(layout))
-    for old in found.keys() - kept_steps(found.keys(), settings, read_scores(layout), validate_every):
+    every = evaluation.every if evaluation else 0
+    for old in found.keys() - kept_steps(found.keys(), settings, read_scores(layout), every):
         shutil.rmtree(found[old])
 
 

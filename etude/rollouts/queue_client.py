@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias, TypeVar, cast
 
 from etude.harness.trace_store import from_json
+from etude.rollouts.leases import EvaluationLease
 from etude.rollouts.queue import RolloutQueue, StaleClaim, SupersededWorker
 from etude.rollouts.queue_records import GroupProgress, GroupRecord, Incident, QueueState, ReadyGroup, StepOffer
 from etude.rollouts.settings import QueueName, QueueSettings
@@ -54,6 +55,9 @@ class QueueClient:
 
     def set_served_step(self, step: int, newest: int | None = None) -> None:
         self._call("set_served_step", None, step=step, newest=newest)
+
+    def set_lease(self, lease: EvaluationLease | None) -> None:
+        self._call("set_lease", None, lease=lease)
 
     def groups_to_start(self, *, fresh: bool = True, steps_left: int | None = None) -> int:
         return cast(int, self._call("groups_to_start", int, fresh=fresh, steps_left=steps_left))
@@ -142,6 +146,12 @@ class QueueClient:
 
     def step_of(self, number: int) -> int:
         return cast(int, self._call("step_of", int, number=number))
+
+    def versions_of(self, step: int) -> list[int]:
+        return list(self._call("versions_of", list[int], step=step))
+
+    def lease(self) -> EvaluationLease | None:
+        return cast("EvaluationLease | None", self._call("lease", EvaluationLease | None))
 
     def newest_version(self) -> int:
         return cast(int, self._call("newest_version", int))

@@ -81,12 +81,12 @@ class SimLearner(Learner):
         result = StepResult({"loss": 0.0}, {"model": 1.0}, False, len(names), len(names), seconds)
         return StepOutcome(result, 1.0, {}, len(names), 1.0)
 
-    def publish(self, number: int) -> None:
+    def publish(self, number: int, pinned: bool = False) -> None:
         if self.pending != number:
             self.run.history.add_version(number, self.updates)
             self.run.say(self.process, f"publishes version {number} (updates {list(self.updates)})")
             self.run.tempt(self.process)
-        super().publish(number)
+        super().publish(number, pinned)
 
     def _published(self) -> dict[str, torch.Tensor]:
         return self.weights  # which the next step changes in place
@@ -100,7 +100,7 @@ class SimLearner(Learner):
         self.process.clock.sleep(run.rng.uniform(0.0, 0.5))
         seal_draft(draft, step)
         self.process.clock.sleep(run.rng.uniform(0.0, 0.1))
-        commit_checkpoint(run.layout, draft, step, self.settings, 0, self.session)
+        commit_checkpoint(run.layout, draft, step, self.settings, None, self.session)
         run.say(self.process, f"checkpoint {step}")
         run.tempt(self.process)
 
