@@ -55,6 +55,8 @@ from etude.runs.address import choose_address, run_token
 from etude.runs.client import RunClient
 from etude.runs.layout import RunLayout
 from etude.runs.service_status import SAMPLER, StatusReader
+from etude.weights.object_store import ObjectStore
+from etude.weights.publisher import Publisher
 
 PHASES = ("idle", "realistic", "saturated")
 GROUP = 8
@@ -180,7 +182,9 @@ class OtherProcesses:
         """Take steps with the waiting loop of the real trainer; nothing is learned."""
         client = self._client()
         queue, settings = self._queue(client), self._settings()
-        idle = SimpleNamespace(pending=None, publisher=SimpleNamespace(problem="", behind=0))
+        idle = SimpleNamespace(
+            pending=None, publisher=Publisher(ObjectStore(self.layout.store))
+        )  # nothing is published
         weights = {"correctness": 1.0}
         loop = RlLoop(self.layout, settings, cast(Any, idle), queue, None, 0, reward_weights=lambda step: weights)
         loop.report_status = lambda **facts: None  # reported by a thread of its own, every second
@@ -202,7 +206,7 @@ class OtherProcesses:
         queue = self._queue(client)
         evaluations = QueueClient(client, "evaluation", load_queues(self.layout)["evaluation"])
         seen: Any = None
-        served, change, number, logged = -1, 1 << 40, 0, self.step
+        served, change, number, logged = (-1, -1), 1 << 40, 0, self.step
         with suppress(ValueError):
             change = max(record.change for record in queue.changed_groups(0, 1 << 20))
         while not self.stopped.wait(TICK_S):
@@ -213,9 +217,9 @@ class OtherProcesses:
                 continue
             seen = now
             steps = [queue.step_of(version) for version in versions if version is not None]
-            if steps and min(steps) != served:
-                served = min(steps)
-                queue.set_served_step(served)
+            if steps and (min(steps), max(steps)) != served:
+                served = min(steps), max(steps)
+                queue.set_served_step(*served)
             fresh = queue.last_step() == self.step and bool(steps) and min(steps) >= self.step
             if wanted := queue.groups_to_start(fresh=fresh, steps_left=1000):
                 changed = queue.changed_groups(change)

@@ -260,7 +260,7 @@ class Orchestrator:
     dead_workers: list[str] = field(init=False, default_factory=list)  # whose slots are not requeued yet
     logged_deaths: int = field(init=False, default=0)
     last_step_line: str = field(init=False, default="")  # of the progress line
-    served_step: int | None = field(init=False, default=None)  # the step whose weights all samplers have
+    served: tuple[int | None, int | None] = field(init=False, default=(None, None))  # oldest, newest step of samplers
     unplaced: set[str] = field(init=False, default_factory=set)  # services that wait for resources
     evaluating: str = field(init=False, default="")  # which evaluation runs, and how far it is
     judged: object = field(init=False, default=None)  # the evaluations that were judged last
@@ -343,12 +343,13 @@ class Orchestrator:
                 drain_worker(self.queue.client, name)
 
     def update_served_step(self) -> None:
-        """Record in the queue the oldest policy step whose weights a sampler still serves."""
+        """Record in the queue the oldest and the newest policy step whose weights a sampler serves."""
         versions = self.sampler_versions()
         steps = [self.queue.step_of(version) for version in versions if version is not None]
-        if steps and len(steps) == len(versions) and min(steps) != self.served_step:
-            self.served_step = min(steps)
-            self.queue.set_served_step(self.served_step)
+        oldest = min(steps, default=None) if len(steps) == len(versions) else self.served[0]
+        if oldest is not None and (served := (oldest, max(steps, default=None))) != self.served:
+            self.served = served
+            self.queue.set_served_step(*served)
 
     def add_siblings(self) -> None:
         """Add siblings that were admitted since the last tick to the tasks, the workers' list and the curriculum."""

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,8 +46,9 @@ from etude.rl.objective import PolicyGradient
 from etude.rl.services import TRAINER
 from etude.rl.settings import OBJECTIVES, RlSettings, open_rl_run
 from etude.rollouts.live_settings import LiveSettings, differing, record_changes
+from etude.rollouts.queue import REPLACED
 from etude.rollouts.queue_client import AnyQueue, QueueClient
-from etude.rollouts.settings import EvaluationSettings, load_evaluation, load_queues
+from etude.rollouts.settings import EvaluationSettings, QueueName, load_evaluation, load_queues
 from etude.rollouts.stored_traces import StoredTraces
 from etude.runs.client import RunClient
 from etude.runs.layout import RunLayout
@@ -121,20 +121,45 @@ def joined_mesh(settings: RlSettings) -> Iterator[TrainingMesh | None]:
 @contextmanager
 def open_loop(layout: RunLayout, settings: RlSettings, mesh: TrainingMesh | None = None) -> Iterator[RlLoop]:
     """Give the learning loop, restored from the newest intact checkpoint, with its weights being published."""
-    with (
-        open_learner(layout, settings, mesh) as learner,
-        closing(RunClient.beside(layout, on_problem=say_problem)) as client,
-    ):
-        yield resumed_loop(layout, settings, learner, client)
+    with closing(RunClient.beside(layout, on_problem=say_problem)) as client:
+        queues, session = take_over(layout, client)
+        with open_learner(layout, settings, mesh, session) as learner:
+            yield resumed_loop(layout, settings, learner, queues, session)
 
 
-def resumed_loop(layout: RunLayout, settings: RlSettings, learner: Learner, client: RunClient) -> RlLoop:
-    """Return the loop that continues with a learner; the queues go back to its step, and its weights are published."""
+def take_over(layout: RunLayout, client: RunClient) -> tuple[dict[QueueName, QueueClient], int]:
+    """Begin a session of the trainer; return the queues, and its number.
+
+    An earlier trainer may still run, on a node that the cluster has given up: from now on nothing that it asks of the
+    queues is done, and it writes no checkpoint of a step that will be taken again. The file is on the disk of the
+    checkpoints: the trainer that has written it last has the highest number, in whatever order their requests arrive.
+    """
     client.connect()
-    session = secrets.token_hex(8)
-    queues = {name: QueueClient(client, name, found, session) for name, found in load_queues(layout).items()}
-    for each in queues.values():
-        each.begin_session()
+    queues = {name: QueueClient(client, name, found) for name, found in load_queues(layout).items()}
+    known = [queue.trainer_session() for queue in queues.values()]
+    with suppress(FileNotFoundError):
+        known.append(int(layout.trainer_session.read_text(encoding="ascii")))
+    session = max(known) + 1
+    write_atomically(layout.trainer_session, str(session))
+    for queue in queues.values():
+        queue.begin_session(session)
+    return queues, session
+
+
+def check_session(layout: RunLayout, session: int) -> None:
+    """Raise EtudeError if a later session of the trainer has begun."""
+    if int(layout.trainer_session.read_text(encoding="ascii")) != session:
+        raise EtudeError(REPLACED)
+
+
+def resumed_loop(
+    layout: RunLayout,
+    settings: RlSettings,
+    learner: Learner,
+    queues: Mapping[QueueName, QueueClient],
+    session: int,
+) -> RlLoop:
+    """Return the loop that continues with a learner; the queues go back to its step, and its weights are published."""
     queue, evaluation = queues["training"], load_evaluation(layout)
     evaluations = queues["evaluation"] if evaluation else None
     trainer = learner.trainer
@@ -159,16 +184,18 @@ def resumed_loop(layout: RunLayout, settings: RlSettings, learner: Learner, clie
         evaluation=evaluation,
         lineage=evaluations.lineage() if evaluations is not None else 0,
         pins=needed_versions(evaluation, evaluations, trainer.step_count),
-        record_step=partial(record_step, layout),
-        clock=client.clock,
+        record_step=partial(record_step, layout, session),
+        clock=learner.publisher.clock,
     )
     publish(loop)
     return loop
 
 
 @contextmanager
-def open_learner(layout: RunLayout, settings: RlSettings, mesh: TrainingMesh | None) -> Iterator[Learner]:
-    """Give this rank of the trainer, restored from the newest intact checkpoint."""
+def open_learner(
+    layout: RunLayout, settings: RlSettings, mesh: TrainingMesh | None, session: int = 0
+) -> Iterator[Learner]:
+    """Give this rank of the trainer, restored from the newest intact checkpoint; the first one has a `session`."""
     trainer = open_trainer(layout, settings, mesh)
     tokenizer, weights = Tokenizer.load(layout.model), settings.weights
     evaluation, live = load_evaluation(layout), LiveSettings(layout, RlSettings)
@@ -188,7 +215,7 @@ def open_learner(layout: RunLayout, settings: RlSettings, mesh: TrainingMesh | N
             tokenizer.end_of_text,
             load_trace=trace_loader(layout),
             demonstrations=open_demonstrations(layout, settings, trainer, tokenizer.end_of_text),
-            save=lambda: write_checkpoint(layout, trainer, tokenizer, live.current(), evaluation),
+            save=lambda: write_checkpoint(layout, trainer, tokenizer, live.current(), evaluation, session),
         )
 
 
@@ -391,6 +418,7 @@ def write_checkpoint(
     tokenizer: Tokenizer,
     settings: RlSettings,
     evaluation: EvaluationSettings | None,
+    session: int,
 ) -> None:
     """Write a checkpoint under a temporary name, rename it when it is complete, and delete old ones.
 
@@ -413,7 +441,7 @@ def write_checkpoint(
         seal_draft(draft, step)
     except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a full disk
         raise EtudeError(f"{draft}: the checkpoint cannot be written: {error}") from error
-    commit_checkpoint(layout, draft, step, settings, evaluation)
+    commit_checkpoint(layout, draft, step, settings, evaluation, session)
 
 
 def seal_draft(draft: Path, step: int) -> None:
@@ -422,9 +450,15 @@ def seal_draft(draft: Path, step: int) -> None:
 
 
 def commit_checkpoint(
-    layout: RunLayout, draft: Path, step: int, settings: RlSettings, evaluation: EvaluationSettings | None
+    layout: RunLayout,
+    draft: Path,
+    step: int,
+    settings: RlSettings,
+    evaluation: EvaluationSettings | None,
+    session: int,
 ) -> None:
-    """Give a complete checkpoint its name, and delete old ones."""
+    """Give a complete checkpoint its name, and delete old ones; EtudeError if another process trains the run now."""
+    check_session(layout, session)
     final = layout.trainer / f"{step:06d}"
     commit_directory(draft, final)
     found = dict(checkpoints(layout))
@@ -439,8 +473,9 @@ def new_draft(draft: Path) -> None:
     draft.mkdir(parents=True)
 
 
-def record_step(layout: RunLayout, step: int, facts: dict[str, Any]) -> None:
+def record_step(layout: RunLayout, session: int, step: int, facts: dict[str, Any]) -> None:
     """Write the facts of a step; durably, because the checkpoint that follows it is durable too."""
+    check_session(layout, session)
     write_atomically(layout.step_file(step), json.dumps(facts), durable=True)
 
 

@@ -44,6 +44,7 @@ from etude.rollouts.step_choice import GroupAge, choose_groups
 
 SlotState = Literal["queued", "starting", "running", "grading", "ready"]
 REQUEUE = "state='queued', worker='', lease=0"
+REPLACED = "this trainer was replaced: another process trains the run"
 CLAIMED_BY = "worker = ? AND worker != ''"  # as the index of workers needs it
 
 
@@ -119,10 +120,16 @@ class RolloutQueue(QueueReader):
                     db.executemany("INSERT INTO slots (grp, number, expected) VALUES (?, ?, ?)", rows)
         return added
 
-    def set_served_step(self, step: int) -> None:
-        """Record that all samplers have the weights of this step: rollouts claimed from now on are not older."""
+    def set_served_step(self, step: int, newest: int | None = None) -> None:
+        """Record that all samplers have the weights of this step: rollouts claimed from now on are not older.
+
+        `newest` is the step of the newest weights that any of them has. While even these are too old to train on,
+        because the store cannot be read say, no slot can be claimed.
+        """
         with self._transaction() as db:
-            db.execute("INSERT OR REPLACE INTO plan VALUES ('served', ?)", (str(step),))
+            for key, value in (("served", step), ("served_newest", newest)):
+                if value is not None:
+                    db.execute("INSERT OR REPLACE INTO plan VALUES (?, ?)", (key, str(value)))
 
     # ------------------------------------------------------------------------------------------ leases of samplers
 
@@ -337,13 +344,20 @@ class RolloutQueue(QueueReader):
 
     # ------------------------------------------------------------------------------------------ the trainer
 
-    def begin_session(self, session: str) -> None:
-        """Begin a session of the trainer: from now on requests of earlier ones are refused."""
-        with self._transaction() as db:
-            if self._trainer()[0] != session:  # else asked twice
+    def trainer_session(self) -> int:
+        """Return the number of the trainer's present session; 0 before the first."""
+        return self._trainer()[0]
+
+    def begin_session(self, session: int) -> None:
+        """Begin a session of the trainer: from now on requests of those with lower numbers are refused."""
+        with self._transaction(durable=True) as db:
+            present, *_ = self._trainer()
+            if session < present:
+                raise SupersededWorker(REPLACED)
+            if session > present:  # else asked twice
                 db.execute("INSERT OR REPLACE INTO plan VALUES ('trainer', ?)", (json.dumps((session, 0, None)),))
 
-    def apply_once(self, session: str, request: int, apply: Callable[[], Any]) -> Any:
+    def apply_once(self, session: int, request: int, apply: Callable[[], Any]) -> Any:
         """Apply a numbered request of the trainer's session; return its result, also when it is asked again.
 
         A request may arrive long after its sender has died, or has sent others: it is refused. A late `rewind` would
@@ -351,7 +365,7 @@ class RolloutQueue(QueueReader):
         """
         present, last, result = self._trainer()
         if session != present:
-            raise SupersededWorker("this trainer was replaced: another process trains this run")
+            raise SupersededWorker(REPLACED)
         if request < last:
             raise SupersededWorker(f"request {request} of the trainer comes late: {last} was handled before")
         if request > last:
@@ -360,10 +374,10 @@ class RolloutQueue(QueueReader):
                 db.execute("UPDATE plan SET value=? WHERE key='trainer'", (json.dumps((session, request, result)),))
         return result
 
-    def _trainer(self) -> tuple[str, int, Any]:
+    def _trainer(self) -> tuple[int, int, Any]:
         """Return the trainer's session, its last request, and the result of that."""
         row = self._db.execute("SELECT value FROM plan WHERE key='trainer'").fetchone()
-        return tuple(json.loads(row["value"])) if row is not None else ("", 0, None)
+        return tuple(json.loads(row["value"])) if row is not None else (0, 0, None)
 
     def ready(self, step: int) -> list[ReadyGroup]:
         """Return the groups that are complete and not too stale for the trainer at `step`, the stalest first."""
@@ -471,7 +485,7 @@ class RolloutQueue(QueueReader):
                         newest = COALESCE({OLDEST_STEP % (LAST_VERSION, LAST_VERSION)}, newest)
                     WHERE reward IS NOT NULL AND fate = 'open'"""
             )
-            served = "UPDATE plan SET value = 2 * ? - value WHERE key='served' AND CAST(value AS INTEGER) > ?"
+            served = "UPDATE plan SET value = 2 * ? - value WHERE key LIKE 'served%' AND CAST(value AS INTEGER) > ?"
             db.execute(served, (step, step))
             return back
 

@@ -31,9 +31,9 @@ def call(client: RunClient, path: str, body: Any, **options: Any) -> Any:
 class QueueClient:
     """One rollout queue of a run, for the trainer, the orchestrator and other processes beside the run directory."""
 
-    def __init__(self, client: RunClient, name: QueueName, settings: QueueSettings, session: str = "") -> None:
+    def __init__(self, client: RunClient, name: QueueName, settings: QueueSettings) -> None:
         self.client, self.name, self.settings = client, name, settings
-        self.session, self._request = session, 0  # of the trainer
+        self.session = self._request = 0  # of the trainer
 
     def _call(self, method: str, kind: Any, /, **arguments: Any) -> Any:
         """Return the result of a method of the queue, which is of type `kind`."""
@@ -53,8 +53,8 @@ class QueueClient:
         body = {"tasks": list(tasks), "size": size, "max_uses": max_uses}
         return int(call(self.client, f"/queues/{self.name}/add", body, patience_s=0))
 
-    def set_served_step(self, step: int) -> None:
-        self._call("set_served_step", None, step=step)
+    def set_served_step(self, step: int, newest: int | None = None) -> None:
+        self._call("set_served_step", None, step=step, newest=newest)
 
     def set_lease(self, lease: EvaluationLease | None) -> None:
         self._call("set_lease", None, lease=lease)
@@ -89,9 +89,13 @@ class QueueClient:
             offer = self.offer(step)
         return None if offer.groups is None else list(offer.groups)
 
-    def begin_session(self) -> None:
+    def trainer_session(self) -> int:
+        return cast(int, self._call("trainer_session", int))
+
+    def begin_session(self, session: int) -> None:
         """Take the place of any earlier trainer, whose requests are refused from now on."""
-        self._call("begin_session", None, session=self.session)
+        self._call("begin_session", None, session=session)
+        self.session = session
 
     def awaited_tasks(self, step: int) -> list[str]:
         return list(self._call("awaited_tasks", list[str], step=step))

@@ -88,7 +88,15 @@ class QueueReader:
         """Return how many slots could be claimed now."""
         counts = self.counts()
         room = self.settings.in_flight - sum(counts.get(state, 0) for state in IN_FLIGHT_STATES)
-        return max(0, min(room, counts.get("queued", 0)))
+        found = max(0, min(room, counts.get("queued", 0)))
+        return 0 if found and self.samplers_too_old() else found
+
+    def samplers_too_old(self) -> bool:
+        """Return whether what the samplers can sample now would be too stale for the next step."""
+        newest = self._db.execute(
+            "SELECT CAST(value AS INTEGER) AS step FROM plan WHERE key='served_newest'"
+        ).fetchone()
+        return newest is not None and newest["step"] < self.last_step() - self.settings.max_staleness
 
     def outstanding(self) -> int:
         """Return how many groups were started and neither consumed, dropped, nor found to be alike."""
@@ -151,6 +159,8 @@ class QueueReader:
                 WHERE lease > 0 AND {IN_FLIGHT} ORDER BY lease LIMIT 1"""
         ).fetchone()
         counts = ", ".join(f"{n} {name}" for name, n in sorted(self.counts().items())) or "no slots"
+        if self.samplers_too_old():
+            counts = f"newer weights at the samplers; {counts}"
         if row is None:
             return counts
         silent = f"slot {row['id']} of {row['task']}, {row['state']} at {row['worker']}"

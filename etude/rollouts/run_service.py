@@ -76,6 +76,7 @@ QUEUE_METHODS = frozenset(
             "offer",
             "awaited_tasks",
             "judge",
+            "trainer_session",
             "begin_session",
             "mark_trained",
             "record_version",
@@ -275,7 +276,7 @@ class RunService:
         if sender is None:
             found = method(**arguments)
         else:
-            found = queue.apply_once(str(sender[0]), int(sender[1]), partial(method, **arguments))
+            found = queue.apply_once(int(sender[0]), int(sender[1]), partial(method, **arguments))
         if name == "set_lease":
             self.leased.read(self.clock.time())
         return found

@@ -12,7 +12,7 @@
     rl/traces/, rl/evaluation-traces/         the trace of every finished rollout
     rl/partial/                               checkpoints of rollouts in progress
     rl/pods/                                  state of the workers' pods
-    rl/trainer/                               trainer checkpoints, and the facts of each policy step
+    rl/trainer/                               trainer checkpoints, the facts of each policy step, the present session
     rl/exhausted                              why no prompt is left, if that is so
     rl/siblings.json, rl/siblings/            harder siblings of retired tasks
     rl/validation.json                        solve rate on validation by policy step
@@ -64,7 +64,7 @@ class RunLayout:
         self.validation, self.collapsed = root / "validation.json", root / "collapsed"
         self.traces, self.evaluation_traces = root / "traces", root / "evaluation-traces"
         self.partial, self.trainer = root / "partial", root / "trainer"
-        self.steps = self.trainer / "steps"
+        self.steps, self.trainer_session = self.trainer / "steps", self.trainer / "session"
         self.logs = root / "logs"
         self.service_address, self.service_token = root / "service.json", root / "service.token"
         self.instance, self.statuses = root / "service.instance", root / "statuses.json"

@@ -67,7 +67,8 @@ class ServiceView:
         version += [f"weights {facts['version']}"] if isinstance(facts.get("version"), int) else []
         waiting = str(facts.get("waiting_for") or facts.get("problem") or "")
         host, state = str(facts.get("host", "")), "silent" if silent else status.state
-        return cls(name, host, ", ".join(version), state, _load(facts), waiting, status.age_s)
+        load = "" if status.state in ("ended", DRAINED) else _load(facts)
+        return cls(name, host, ", ".join(version), state, load, waiting, status.age_s)
 
 
 def _load(facts: Mapping[str, Any]) -> str:

@@ -29,6 +29,7 @@ from etude.weights.versions import (
     Version,
     WeightState,
     commit_version,
+    keep_latest,
     latest,
     prune,
     write_version,
@@ -38,6 +39,7 @@ POLL_S, MAX_POLL_S = 0.05, 1.0  # between two looks for the other parts of a ver
 CLOSE_S = 60.0  # for the other processes to finish their parts, at the end
 WAIT_S = 0.5  # before the second attempt; doubled for each further ...
 MAX_WAIT_S = 15.0  # ... up to this
+RECHECK_S = 10.0  # between two looks, while there is nothing to publish, whether the newest version is still named
 
 
 @dataclass(frozen=True)
@@ -181,11 +183,15 @@ class Publisher:
             with self._change:
                 self._working = False
                 self._change.notify_all()
-                self._change.wait_for(lambda: self._waiting or self._closing)
-                if not self._waiting:
+                self._change.wait_for(lambda: self._waiting or self._closing, RECHECK_S)
+                if not self._waiting and self._closing:
                     return
-                next_up = self._waiting.pop(0)
-                skipped, self._skipped, self._working = self._skipped, 0, True
+                next_up = self._waiting.pop(0) if self._waiting else None
+                if next_up is not None:
+                    skipped, self._skipped, self._working = self._skipped, 0, True
+            if next_up is None:
+                self._keep_latest()
+                continue
             try:
                 self._publish(next_up.number, next_up.weights, skipped)
                 self.problem, wait_s = "", WAIT_S
@@ -225,6 +231,11 @@ class Publisher:
         if version.full and self.part.number == 0:
             with suppress(OSError):  # the next full version prunes again
                 prune(self.store, self.keep, self.pinned)
+
+    def _keep_latest(self) -> None:
+        if self.history and self.part.number == 0:
+            with suppress(OSError):  # the next look may succeed
+                keep_latest(self.store, self.history[-1].version.number)
 
     def _commit(self, number: int) -> Version:
         """Make a version visible as soon as every process has written its part."""

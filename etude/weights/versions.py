@@ -1,11 +1,14 @@
 """Weight versions in an object store: occasional full versions with deltas between, each visible once complete.
 
     versions/00000012/manifest.json      written last: a version without one does not exist
-    versions/00000012/shard-000          a delta against the parent's shard; in a full version, against nothing
+    versions/00000012/shard-000-DIGEST   a delta against the parent's shard; in a full version, against nothing
     latest.json                          the newest version, so that readers need not list
 
 Several processes may write one version, each the tensors that it has (a `Part`): each writes its shards and then
 part-000.json, which lists them; the first process writes the manifest when all parts are there.
+
+A shard's name has a digest of its content: a version that is written again after the store was away never has the
+objects of the first attempt, which may arrive late.
 
 A reader follows parents from the newest version back to the one it has, or to a full one, then applies deltas forward
 and checks every shard's checksum. Trainer and samplers share only the store.
@@ -87,8 +90,9 @@ class Part:
     number: int = 0
     count: int = 1
 
-    def shard_name(self, index: int) -> str:
-        return f"shard-{index:03}" if self.count == 1 else f"shard-{self.number:03}-{index:03}"
+    def shard_name(self, index: int, digest: str) -> str:
+        prefix = f"shard-{index:03}" if self.count == 1 else f"shard-{self.number:03}-{index:03}"
+        return f"{prefix}-{digest[:8]}"
 
     @property
     def name(self) -> str:
@@ -121,7 +125,8 @@ def write_version(
     for index, names in enumerate(groups):
         new = state.subset(names)
         data = encode_delta(base.subset(names) if base else {}, new)
-        shard = Shard(part.shard_name(index), len(data), _digest(data), checksum(new))
+        digest = _digest(data)
+        shard = Shard(part.shard_name(index, digest), len(data), digest, checksum(new))
         store.put(f"{_directory(number)}/{shard.name}", data)
         stats = delta_stats(data)
         shards.append(shard)
@@ -168,7 +173,17 @@ def commit_version(store: ObjectStore, number: int, count: int) -> Version | Non
 
 def _make_visible(store: ObjectStore, version: Version) -> None:
     store.put(f"{_directory(version.number)}/manifest.json", _manifest(version))
-    store.put(LATEST, json.dumps({"number": version.number}).encode())
+    _point_to(store, version.number)
+
+
+def _point_to(store: ObjectStore, number: int) -> None:
+    store.put(LATEST, json.dumps({"number": number}).encode())
+
+
+def keep_latest(store: ObjectStore, number: int) -> None:
+    """Name a version as the newest if an older one is named: a write that arrived late has replaced it."""
+    if (found := latest(store)) is not None and found < number:
+        _point_to(store, number)
 
 
 def latest(store: ObjectStore) -> int | None:

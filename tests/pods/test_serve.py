@@ -211,6 +211,23 @@ def test_errors_have_the_same_class_as_on_the_host(host: Server) -> None:
     with_client(host, work)
 
 
+def test_a_host_has_metrics(host: Server) -> None:
+    async def work(client: RemoteHostClient) -> None:
+        pod = await client.create()
+        url, headers = f"{host.url}/v1/metrics", {"authorization": f"Bearer {TOKEN}"}
+        while True:  # one report serves all clients for half a second
+            found = await asyncio.to_thread(patient_http.get, url, headers=headers, trust_env=False)
+            values = dict(line.rsplit(" ", 1) for line in found.text.splitlines() if not line.startswith("#"))
+            if values["etude_pods_pods"] == "1":
+                break
+        await pod.close()
+        assert float(values["etude_pods_memory_free_bytes"]) > 1 << 20
+        assert values["etude_pods_draining"] == "0"
+
+    with_client(host, work)
+    assert patient_http.get(f"{host.url}/v1/metrics", trust_env=False).status_code == 401
+
+
 def test_a_wrong_token_is_refused_and_unknown_fields_are_named(host: Server) -> None:
     for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": f"Basic {TOKEN}"}):
         for path in ("/v1/report", "/v1/pods/x/agent", "/nothing"):

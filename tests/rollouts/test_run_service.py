@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import threading
@@ -9,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import httpx
@@ -17,13 +19,15 @@ from run_services import ServiceProcess, member_of, service_url, threaded_servic
 
 from etude.errors import InputError
 from etude.files import write_atomically
+from etude.inference import sampler_process
+from etude.rollouts import worker
 from etude.rollouts.queue import RolloutQueue, StaleClaim, SupersededWorker
 from etude.rollouts.queue_client import QueueClient, call
 from etude.rollouts.queue_records import ReadyGroup, Slot
 from etude.rollouts.run_service import RunService
 from etude.rollouts.settings import QueueName, QueueSettings
-from etude.runs.address import run_token
-from etude.runs.client import RunClient, RunServiceError, RunServiceUnavailable
+from etude.runs.address import TOKEN_VARIABLE, run_token
+from etude.runs.client import PROTOCOL, RunClient, RunServiceError, RunServiceUnavailable
 from etude.runs.layout import RunLayout
 from etude.runs.service_status import read_statuses
 from etude.weights.object_store import ROLLOUTS, ServedObjectStore
@@ -155,6 +159,60 @@ def test_strangers_are_refused_in_one_line_each(client: RunClient, layout: RunLa
     assert QueueClient(client, "training", SETTINGS).counts() == {}
 
 
+@pytest.mark.parametrize("program", [worker, sampler_process])
+def test_a_process_that_does_not_belong_to_a_run_ends_with_one_line_and_changes_nothing(
+    program: ModuleType,
+    queue: QueueClient,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    url, token = queue.client.url, run_token(RunLayout(Path(queue.client.connect().directory)))
+    queue.add([("a", 1.0)])
+    monkeypatch.setattr(program, "die_with_parent", lambda parent: None)
+    for given, protocol, expected in (
+        ({TOKEN_VARIABLE: "x" * 48}, PROTOCOL, "the token is wrong, or the run service of another run answers there"),
+        ({TOKEN_VARIABLE: ""}, PROTOCOL, f"${TOKEN_VARIABLE} is not set"),
+        ({TOKEN_VARIABLE: token}, PROTOCOL - 1, f"this client protocol {PROTOCOL - 1}: both need the same Etude"),
+    ):
+        monkeypatch.setattr("etude.runs.client.PROTOCOL", protocol)
+        for name, value in given.items():
+            monkeypatch.setenv(name, value)
+        assert program.main(["--service", url, "--name", "stranger-0"]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("stranger-0: ")
+        assert error.count("\n") == 1
+        assert expected in error
+    assert queue.counts() == {"queued": 2}
+    assert "stranger-0" not in queue.client.statuses()
+
+
+def test_when_another_run_has_taken_the_address_a_worker_ends_and_its_rollouts_are_kept(
+    layout: RunLayout, tmp_path: Path
+) -> None:
+    with threaded_service(layout, QUEUES), closing(RunClient.beside(layout, patience_s=60)) as client:
+        client.connect()
+        enlist(client)
+        QueueClient(client, "training", SETTINGS).add([("a", 1.0)])
+        slots = claim(client, 2)
+        finish(client, slots[0])
+    other = RunLayout(tmp_path / "other")
+    other.make()
+    write_atomically(other.id, "b" * 32)
+    for path in (layout.service_address, layout.service_token):
+        shutil.copy(path, other.root / path.name)
+    with threaded_service(other, QUEUES), closing(client.twin()) as late:
+        for request in (lambda: finish(late, slots[1]), lambda: heartbeat(late, slots[1:], answered=1)):
+            with pytest.raises(
+                InputError, match=r"service of another run \(bbbbbbbb, not aaaaaaaa\): its own has ended"
+            ):
+                request()
+        found = late.twin(run="")
+        assert QueueClient(found, "training", SETTINGS).counts() == {}
+        found.close()
+    with closing(RolloutQueue.open_read_only(layout.slots)) as kept:
+        assert kept.counts() == {"ready": 1, "starting": 1}
+
+
 def test_objects_can_be_written_below_the_traces_only(client: RunClient, layout: RunLayout) -> None:
     store = ServedObjectStore(client, ROLLOUTS)
     store.put("traces/000001/00-1.trace", b"one")
@@ -268,6 +326,20 @@ def test_idle_workers_wait_in_the_service_and_the_longest_waiting_is_served_firs
     queue.add([("b", 1.0)])
     threads[2].join(60)
     assert "w-2" in order
+
+
+def test_workers_that_the_run_has_not_started_share_the_rollouts(
+    service: RunService, client: RunClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("etude.rollouts.run_service.LOOKUP_S", -1.0)
+    service.workers = 0
+    shares = []
+    for name in ("w-0", "w-1", "w-2", "w-0"):
+        body = {"session": "one", "answered": 0, "held": {}, "status": {"state": "waiting"}}
+        shares.append(call(client, f"/workers/{name}/heartbeat", body)["max_rollouts"])
+    assert shares == [100, 50, 34, 34]
+    monkeypatch.setattr("etude.rollouts.run_service.ABSENT_S", -1.0)  # all are gone
+    assert service.share() == 100
 
 
 # ------------------------------------------------------------------------------------------- kills

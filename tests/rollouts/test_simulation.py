@@ -198,7 +198,7 @@ class World:
             event.act()
 
 
-@pytest.mark.parametrize("block", range(10))
+@pytest.mark.parametrize("block", [*range(3), *(pytest.param(block, marks=pytest.mark.slow) for block in range(3, 10))])
 def test_with_random_faults_nothing_is_lost_or_trained_twice_and_the_run_finishes(block: int) -> None:
     for seed in range(block * 20, block * 20 + 20):
         world = World(seed)

@@ -206,6 +206,28 @@ def test_a_claim_records_the_oldest_step_it_can_be_sampled_with(tmp_path: Path) 
     assert slot.oldest_step == 2
 
 
+def test_nothing_is_sampled_with_weights_that_are_too_old_to_train_on() -> None:
+    queue = RolloutQueue(":memory:", QueueSettings(group_size=1, groups_per_step=1, max_staleness=2, in_flight=8))
+    queue.add((f"task-{number}", 0.0) for number in range(8))
+    queue.set_served_step(0, 0)
+    for step in range(4):
+        slot = queue.claim("w", 0.0)
+        assert slot is not None or step == 3
+        if slot is not None:
+            queue.finish(slot, {"total": 1.0}, "t", (step, step))
+            queue.record_version(step, step)
+            queue.mark_trained([queue.group(slot.group)], step + 1)
+    # Steps 1 to 3 were trained with rollouts of newer weights; the samplers are said to have those of step 0 only.
+    assert queue.claimable() == 0
+    assert queue.waiting_for(0.0) == "newer weights at the samplers; 5 queued, 3 trained"
+    queue.set_served_step(0, 1)  # one of them
+    assert queue.claimable() == 5
+    queue.set_served_step(0)  # what is not said stays
+    assert queue.claim("w", 0.0) is not None
+    queue.rewind(0)
+    assert queue.claimable() > 0
+
+
 def test_the_served_step_is_that_of_the_oldest_sampler(tmp_path: Path) -> None:
     orchestrator = orchestrator_of(tmp_path, max_staleness=2, samplers=2)
     orchestrator.queue.add([("a", 0.0), ("b", 0.0)])

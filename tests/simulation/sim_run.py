@@ -38,10 +38,10 @@ from etude.harness.trace_store import unpack_trace
 from etude.inference import sampler_process
 from etude.inference.sampler_process import Fetched, Sampler
 from etude.inference.service import WeightSwap
-from etude.rl import loop, orchestrator
+from etude.rl import loop, orchestrator, trainer_process
 from etude.rl.learner import Learner, StepOrder, StepOutcome
 from etude.rl.loop import finish_publishing, learn
-from etude.rl.orchestrator import Orchestrator, RlTaskSets, check_queues, orchestrate, run_service
+from etude.rl.orchestrator import Orchestrator, RlTaskSets, check_queues, orchestrate
 from etude.rl.services import SAMPLER, TRAINER, WORKER, add_rl_services
 from etude.rl.settings import RlSettings
 from etude.rl.trainer_process import (
@@ -51,7 +51,9 @@ from etude.rl.trainer_process import (
     reporting_status,
     resumed_loop,
     seal_draft,
+    take_over,
 )
+from etude.rollouts import run_service
 from etude.rollouts.live_settings import LiveSettings
 from etude.rollouts.queue import RolloutQueue
 from etude.rollouts.queue_client import QueueClient
@@ -60,6 +62,7 @@ from etude.rollouts.run_queues import open_queues
 from etude.rollouts.run_service import RunService
 from etude.rollouts.sampler_pool import SamplersUnavailable
 from etude.rollouts.settings import RolloutSettings, load_queues
+from etude.rollouts.stored_traces import attempt_of
 from etude.rollouts.worker import ClaimedSlot, Worker, WorkerConfig
 from etude.runs.address import run_token
 from etude.runs.client import RunClient
@@ -158,10 +161,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Update:
-    """One gradient step that was taken somewhere: the traces that it learned from."""
+    """One gradient step that was taken somewhere: the traces that it learned from, and what was wrong with them."""
 
-    number: int
     traces: tuple[str, ...]
+    stale: str = ""
 
 
 def apply_update(weights: Mapping[str, torch.Tensor], step: int, update: int) -> None:
@@ -196,17 +199,17 @@ def same_weights(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tens
 class SimLearner(Learner):
     """A learner whose step only notes what it was given."""
 
-    def begin(self, run: SimulatedRun, process: SimProcess, updates: tuple[int, ...]) -> None:
-        self.run, self.process, self.updates = run, process, updates
+    def begin(self, run: SimulatedRun, process: SimProcess, updates: tuple[int, ...], session: int) -> None:
+        self.run, self.process, self.updates, self.session = run, process, updates, session
         self.weights = weights_of(updates, run.plan.steps)
 
     def step(self, order: StepOrder) -> StepOutcome:
         run, started = self.run, self.process.clock.monotonic()
         names = tuple(name for name, _ in order.rollouts or ())
-        for name in names:
-            run.check_staleness(name, self.load_trace(name), self.updates)
+        stale = [found for name in names if (found := run.staleness(name, self.load_trace(name), self.updates))]
         self.process.clock.sleep(run.rng.uniform(0.2, 1.0))
-        update = run.new_update(names)
+        update = len(run.updates) + 1
+        run.updates[update] = Update(names, "; ".join(stale))
         apply_update(self.weights, len(self.updates), update)
         self.updates = (*self.updates, update)
         self.trainer.step_count += 1
@@ -233,7 +236,7 @@ class SimLearner(Learner):
         self.process.clock.sleep(run.rng.uniform(0.0, 0.5))
         seal_draft(draft, step)
         self.process.clock.sleep(run.rng.uniform(0.0, 0.1))
-        commit_checkpoint(run.layout, draft, step, self.settings, None)
+        commit_checkpoint(run.layout, draft, step, self.settings, None, self.session)
         run.say(self.process, f"checkpoint {step}")
         run.tempt(self.process)
 
@@ -241,9 +244,6 @@ class SimLearner(Learner):
 def train(run: SimulatedRun, process: SimProcess) -> None:
     """The trainer process, as `trainer_process.lead`."""
     clock, layout, settings = process.clock, run.layout, run.settings
-    found = intact_checkpoints(layout)
-    updates = tuple(json.loads((found[-1][1] / "updates.json").read_text())) if found else ()
-    clock.sleep(run.rng.uniform(0.2, 2.0))  # loads the model
     open_client = run.client_factory(process)
     weights, traces = run.store(process, WEIGHTS), run.store(process, ROLLOUTS)
 
@@ -257,7 +257,6 @@ def train(run: SimulatedRun, process: SimProcess) -> None:
                 raise SimulationFailed(f"the trace {name} of a finished rollout is lost")
             return unpack_trace(data, name)
 
-    trainer = SimpleNamespace(step_count=len(updates), mesh=None)
     with (
         closing(StatusReader(layout, open_client, clock)) as statuses,
         reporting_status(statuses) as report,
@@ -271,11 +270,16 @@ def train(run: SimulatedRun, process: SimProcess) -> None:
         ) as publisher,
         closing(open_client(layout)) as client,
     ):
+        queues, session = take_over(layout, client)
+        found = intact_checkpoints(layout)
+        updates = tuple(json.loads((found[-1][1] / "updates.json").read_text())) if found else ()
+        clock.sleep(run.rng.uniform(0.2, 2.0))  # loads the model
+        trainer = SimpleNamespace(step_count=len(updates), mesh=None)
         learner = SimLearner(settings, trainer, None, publisher, None, 0, load_trace)  # type: ignore[arg-type]
-        learner.begin(run, process, updates)
+        learner.begin(run, process, updates, session)
         learner.save = learner.write
         run.say(process, f"continues from step {len(updates)}")
-        loop = resumed_loop(layout, settings, learner, client)
+        loop = resumed_loop(layout, settings, learner, queues, session)
         loop.report_status = report
         learn(loop)
         finish_publishing(loop)
@@ -692,7 +696,7 @@ class SimulatedRun:
                 SimCluster(self, process) as cluster,
                 closing(StatusReader(layout, open_client, clock)) as statuses,
                 ServiceSupervisor(cluster, layout.logs, statuses, clock=clock) as services,
-                run_service(services, layout, open_client) as client,
+                orchestrator.run_service(services, layout, open_client) as client,
             ):
                 queues = {name: QueueClient(client, name, found) for name, found in load_queues(layout).items()}
                 holder = Orchestrator(
@@ -751,12 +755,11 @@ class SimulatedRun:
 
     # -------------------------------------------------------------------------------------- what happens
 
-    def new_update(self, names: tuple[str, ...]) -> int:
-        number = len(self.updates) + 1
-        self.updates[number] = Update(number, names)
-        return number
-
     def note_publication(self, process: SimProcess, number: int, updates: tuple[int, ...]) -> None:
+        """Take note of a version; a trainer that was replaced may take a step, but publishes no weights."""
+        for update in updates:
+            if self.updates[update].stale:
+                raise SimulationFailed(self.updates[update].stale)
         if self.published.setdefault(number, updates) != updates:
             raise SimulationFailed(f"version {number} is of updates {updates}, and of {self.published[number]}")
         self.say(process, f"publishes version {number} (updates {list(updates)})")
@@ -767,8 +770,13 @@ class SimulatedRun:
         service = process.name.partition(".")[0]
         if self.faulty("moments", 0.08) and self.killed[service] < MAX_KILLS:
             self.killed[service] += 1
-            self.say(process, "is killed soon")
-            self.simulation.later(self.rng.choice([0.001, 0.02, 0.5]) * self.rng.random(), process.kill)
+            delay = self.rng.choice([0.0, 0.001, 0.02, 0.5]) * self.rng.random()
+            self.say(process, f"is killed in {delay:.4f} s")
+            if delay:
+                self.simulation.later(delay, process.kill)
+            else:
+                process.kill()
+                self.simulation.check()
 
     def note_finished(self, process: SimProcess, slot: Any) -> None:
         self.say(process, f"finished slot {slot.id}, attempt {slot.attempt}")
@@ -785,15 +793,16 @@ class SimulatedRun:
         if not same_weights(sampler.weights, expected):
             raise SimulationFailed(f"{sampler.process.name}: its weights are not those of version {sampler.version}")
 
-    def check_staleness(self, name: str, trace: Trace, updates: tuple[int, ...]) -> None:
-        """No token is trained on more than max_staleness updates from the weights that sampled it."""
+    def staleness(self, name: str, trace: Trace, updates: tuple[int, ...]) -> str:
+        """No token is trained on more than max_staleness updates from the weights that sampled it: return which is."""
         for version in set(trace.segments[0].versions.tolist()):
             distance = len(set(self.published[version]) ^ set(updates))
             if distance > self.plan.max_staleness:
-                raise SimulationFailed(
+                return (
                     f"{name}: a token of version {version} (updates {self.published[version]}) is trained with the "
                     f"weights of {updates}: staleness {distance}, limit {self.plan.max_staleness}"
                 )
+        return ""
 
 
 # ------------------------------------------------------------------------------------------ invariants at the end
@@ -835,6 +844,9 @@ def check(run: SimulatedRun) -> None:
         kept = slot.state == "ready" and slot.attempt in attempts and slot.trace in run.buckets[ROLLOUTS].objects
         lost = len(attempts) - kept - stale[slot.task, slot.number]
         expect(lost <= 0, f"of the finished attempts {attempts} of slot {id}, {lost} are lost: {slot}")
+    for slot in slots.values():
+        own = slot.state != "ready" or attempt_of(slot.trace) == (slot.number, slot.attempt)
+        expect(own, f"slot {slot.id} has the trace of another attempt: {slot}")
     expect(len(slots) == len(groups) * plan.group_size == sum(counts.values()), "slots are missing")
     if not plan.faults:
         expect(not incidents, f"without faults: {incidents}")
@@ -938,8 +950,11 @@ class Chaos:
             self.do_kill(next(each for each in reversed(found) if each.spec.name == name))
 
     def pauses(self) -> None:
-        if found := self.alive():
-            each, seconds = self.world.rng.choice(found), self.world.rng.uniform(1, 45)
+        rng, found = self.world.rng, self.alive()
+        if rng.random() < 0.5:
+            found = [each for each in found if each.spec.name.startswith(WORKER)]
+        if found:
+            each, seconds = rng.choice(found), rng.uniform(1, 45)
             assert each.process is not None
             self.say(f"stops {each.process.name} for {seconds:.0f} s")
             each.process.paused_until = self.world.simulation.now + seconds
@@ -1061,8 +1076,14 @@ class Chaos:
 
 def quick(replace: Callable[[Any, str, Any], None]) -> None:
     """Have the parts look less often than in a real run: most looks see nothing new."""
-    replace(loop, "POLL_S", 0.25)
-    replace(orchestrator, "TICK_S", 0.5)
+    for module, name, seconds in (
+        (loop, "POLL_S", 0.5),
+        (orchestrator, "TICK_S", 1.0),
+        (trainer_process, "STATUS_S", 2.0),
+        (sampler_process, "REPORT_S", 2.0),
+        (run_service, "HEARTBEAT_S", 3.0),
+    ):
+        replace(module, name, seconds)
     replace(sampler_process, "say", lambda *text, **options: None)
 
 

@@ -437,6 +437,43 @@ def test_hunks_of_comments_and_documents_are_no_mutations() -> None:
     assert (first.path, first.data) == ("pkg/new.py", None)
 
 
+TYPED = """from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+{imports}
+
+class Box:
+    size: int{fields}
+
+    def __init__(self, items{items}):
+        self.items{attribute} = items
+
+    def get(self):
+        return iter(self.items)
+"""
+PLAIN = {"imports": "", "fields": "", "items": ": Any", "attribute": ""}
+
+
+@pytest.mark.parametrize(
+    ("change", "mutations"),
+    [
+        ({"imports": "from typing import Iterable\n", "items": ": Iterable[Any]"}, 0),
+        ({"attribute": ": list[Any]"}, 0),
+        ({"imports": "from typing import Iterable\n"}, 1),  # which others may import from here
+        ({"imports": "from typing import Iterable\n", "items": "=Iterable"}, 2),
+        ({"fields": "\n    name: str"}, 1),  # of a dataclass, perhaps
+    ],
+)
+def test_hunks_that_serve_types_alone_are_no_mutations(change: dict[str, str], mutations: int) -> None:
+    filler = "".join(f"x{number} = {number}\n" for number in range(9))
+    text = TYPED.replace("\n\nclass", f"\n{filler}\nclass")  # imports and code are hunks of their own
+    before, after = text.format(**PLAIN), text.format(**{**PLAIN, **change})
+    assert len(mutations_of(split_parts([changed("m.py", before, after)]))) == mutations
+    evaluated = [each.replace("from __future__ import annotations\n", "") for each in (before, after)]
+    needed = mutations + (change.get("items") == ": Iterable[Any]")  # its import fails if it is left out
+    assert len(mutations_of(split_parts([changed("m.py", *evaluated)]))) == needed
+
+
 # ------------------------------------------------------------------------------------------------- evidence, logs
 
 

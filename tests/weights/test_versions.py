@@ -12,6 +12,7 @@ import torch
 from weight_states import State, stepped, weights
 
 from etude.errors import BusyError, InputError
+from etude.weights import publisher as publisher_module
 from etude.weights.hashed import checksum
 from etude.weights.object_store import ObjectStore
 from etude.weights.owner import claimed
@@ -78,7 +79,10 @@ def test_other_tensors_make_a_full_version(store: ObjectStore) -> None:
     assert checksum(follow(store, (first, state))[1]) == checksum(other)
 
 
-def damage(store: ObjectStore, name: str, how: str) -> None:
+def damage(store: ObjectStore, version: int, part: str, how: str) -> None:
+    """Damage an object of a version: its manifest, or the shard whose name begins so."""
+    name = f"versions/{version:08}"
+    name += f"/{next(each for each in store.names(name) if each.startswith(part))}"
     data = store.get(name)
     assert data is not None
     if how == "missing":
@@ -98,7 +102,7 @@ def test_a_damaged_delta_is_detected_and_costs_at_most_the_way_to_the_last_full_
 ) -> None:
     store = ObjectStore(tmp_path)
     states = write_chain(store, 8)
-    damage(store, f"versions/{broken:08}/{part}", how)
+    damage(store, broken, part, how)
     with pytest.raises(BrokenChain):
         read_version(store, 7)
     version, found = follow(store)
@@ -114,7 +118,7 @@ def test_a_reader_with_newer_weights_than_can_be_rebuilt_keeps_them(tmp_path: Pa
     store = ObjectStore(tmp_path)
     states = write_chain(store, 8)
     have = read_version(store, 6)
-    damage(store, "versions/00000007/shard-000", "flipped")
+    damage(store, 7, "shard-000", "flipped")
     version, found = follow(store, have)
     assert version.number == 6
     assert checksum(found) == checksum(states[6])
@@ -337,3 +341,57 @@ def test_a_trainer_killed_while_it_publishes_leaves_complete_versions_only(tmp_p
     for number in range(1, version.number + 1):
         state = stepped(state, number)
     assert checksum(found) == checksum(state), f"seed {seed}"
+
+
+def test_a_pointer_that_a_late_write_has_set_back_is_set_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publisher_module, "RECHECK_S", 0.02)
+    store = ObjectStore(tmp_path)
+    with Publisher(store) as publisher:
+        for number in (1, 2):
+            publisher.publish_soon(number, weights(number))
+            publisher.flush()
+        store.put("latest.json", b'{"number": 1}')
+        deadline = time.monotonic() + 60
+        while latest(store) != 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        store.put("latest.json", b'{"number": 3}')  # of a newer trainer
+        time.sleep(0.2)
+        assert latest(store) == 3
+
+
+def test_a_late_write_of_a_first_attempt_leaves_the_second_one_whole(tmp_path: Path) -> None:
+    class LateStore(ObjectStore):
+        late: tuple[str, bytes] | None = None
+
+        def put(self, name: str, data: bytes) -> None:
+            if name.startswith("versions/00000002/shard") and self.late is None:
+                self.late = name, data
+                raise OSError("timed out")
+            super().put(name, data)
+
+    store = LateStore(tmp_path)
+    with Publisher(store) as publisher:
+        for number in (1, 2):
+            publisher.publish_soon(number, weights(number))
+            publisher.flush()
+    assert store.late is not None
+    ObjectStore(tmp_path).put(*store.late)
+    assert checksum(read_version(store, 2)[1]) == checksum(weights(2))
+
+
+def test_a_first_version_of_which_a_part_was_written_is_written_again(tmp_path: Path) -> None:
+    class TornStore(ObjectStore):
+        torn = False
+
+        def put(self, name: str, data: bytes) -> None:
+            super().put(name, data)
+            if "shard" in name and not self.torn:
+                self.torn = True
+                raise OSError("no response")
+
+    store = TornStore(tmp_path)
+    with Publisher(store) as publisher:
+        publisher.publish_soon(0, weights(0))
+        publisher.flush()
+    assert latest(store) == 0

@@ -21,7 +21,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, HTTPConnection, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
@@ -35,7 +35,9 @@ from etude.pods.pod import PodError, PodGone
 from etude.pods.remote import messages
 from etude.pods.remote.image_service import ImageService, read_body
 from etude.pods.runtime.backend import LocalPod, PodSpec
+from etude.pods.scheduling.router import HostReport
 from etude.system.http import RequestGuard, cancel_on_disconnect, serving
+from etude.system.prometheus import PrometheusText
 
 MAX_UPLOAD = 64 << 30  # bytes of a snapshot or an image; the disk is usually full before
 REAP_S = 10.0
@@ -59,6 +61,25 @@ class HostService:
         if time.monotonic() > self.reported[0] + REPORT_AGE_S:
             self.reported = (time.monotonic(), await self.client.report())
         return self.reported[1]
+
+    async def metrics(self, request: Request) -> Any:
+        """Return the host's state in Prometheus' text format."""
+        report: HostReport = await self.report(request)
+        now, text = report.pressure, PrometheusText("etude_pods")
+        text.family("pods", "gauge", "Pods with a reservation, those being created included.", ("", report.pods))
+        text.family("max_pods", "gauge", "Pods that the host admits.", ("", report.max_pods))
+        text.family("starting", "gauge", "Pods that are being created.", ("", report.starting))
+        text.family("draining", "gauge", "1 if the host takes no new pods.", ("", float(report.draining)))
+        text.family("snapshots", "gauge", "Snapshots in the store.", ("", len(report.snapshots)))
+        text.labelled("warm", "gauge", "Ready pods of warm pools.", "image", report.warm)
+        text.family("memory_free_bytes", "gauge", "Memory for new pods.", ("", report.memory_free))
+        text.family("disk_free_bytes", "gauge", "Disk for an unprivileged user.", ("", now.disk_free))
+        text.family("load", "gauge", "Processes that run or wait, over a minute.", ("", now.load))
+        text.family("cores", "gauge", "Cores that the host may use.", ("", now.cores))
+        stalls = {"cpu": now.cpu_some, "memory": now.memory_some, "io": now.io_full}
+        known = {name: value for name, value in stalls.items() if value is not None}
+        text.labelled("stall_percent", "gauge", "Time in which processes waited for it, over 10 s.", "resource", known)
+        return PlainTextResponse(str(text))
 
     # ------------------------------------------------------------------------------------------- pods
 
@@ -301,6 +322,7 @@ def app(host: Host, token: str, *, hosts: Sequence[str] = (), max_upload: int = 
     return Starlette(
         routes=[
             route("/report", GET=service.report),
+            route("/metrics", GET=service.metrics),
             route("/pods", GET=lambda _: client.pods(), POST=service.create),
             route("/pods/{id}", GET=service.pod, DELETE=service.close),
             route("/pods/{id}/events", GET=service.events),

@@ -55,13 +55,24 @@ def _kind(data: bytes, after: bytes, path: str) -> str:
     if not path.endswith(".py"):
         return "same" if data.split() == after.split() or path.endswith((".pyi", ".d.ts")) else "other"
     try:
-        return "same" if behaviour_dump(data) == behaviour_dump(after) else "other"
+        return "same" if same_behaviour(data, after) else "other"
     except (SyntaxError, ValueError):
         return "broken"
 
 
 class _WithoutTypes(ast.NodeTransformer):
     """Removes what no test can notice: annotations, blocks for type checkers, `__all__`."""
+
+    in_class = False
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
+        return self._scope(node, in_class=True)
+
+    def _scope(self, node: ast.AST, *, in_class: bool) -> ast.AST:
+        outer, self.in_class = self.in_class, in_class
+        self.generic_visit(node)
+        self.in_class = outer
+        return node
 
     def visit_arg(self, node: ast.arg) -> ast.AST:
         node.annotation = None
@@ -77,12 +88,13 @@ class _WithoutTypes(ast.NodeTransformer):
         if any(ast.unparse(each).rpartition(".")[2] == "overload" for each in node.decorator_list):
             return None
         node.returns = None
-        self.generic_visit(node)
-        return node
+        return self._scope(node, in_class=False)
 
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
-        node.annotation = ast.Constant("")  # the fields of dataclasses remain
-        return node
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST | None:
+        if self.in_class:
+            node.annotation = ast.Constant("")  # the fields of dataclasses remain
+            return node
+        return None if node.value is None else ast.Assign([node.target], node.value)
 
     def visit_If(self, node: ast.If) -> ast.AST | None:
         if ast.unparse(node.test).rpartition(".")[2] == "TYPE_CHECKING":
@@ -94,10 +106,45 @@ class _WithoutTypes(ast.NodeTransformer):
         return None if [ast.unparse(each) for each in node.targets] == ["__all__"] else node
 
 
-def behaviour_dump(data: bytes) -> str:
-    """Return the syntax tree of Python code as text, without docstrings and types; raise SyntaxError if it is none."""
-    tree = without_docstrings(parse_tree(data))
-    return ast.dump(_WithoutTypes().visit(tree))
+def same_behaviour(one: bytes, other: bytes) -> bool:
+    """Return whether Python files differ in docstrings and types alone; raise SyntaxError if one cannot be parsed."""
+    trees = [without_docstrings(parse_tree(data)) for data in (one, other)]
+    used = set[str]().union(*map(_mentioned, trees))
+    evaluated = any(map(_evaluates_annotations, trees))
+    plain = [_WithoutTypes().visit(tree) for tree in trees]
+    if not evaluated:
+        unneeded = used.difference(*map(_mentioned, plain))
+        plain = [_WithoutImports(unneeded).visit(tree) for tree in plain]
+    return ast.dump(plain[0]) == ast.dump(plain[1])
+
+
+def _evaluates_annotations(tree: ast.Module) -> bool:
+    """Return whether an import that only annotations use is needed: without `from __future__ import annotations`."""
+    future = (each for each in tree.body if isinstance(each, ast.ImportFrom) and each.module == "__future__")
+    return not any(name.name == "annotations" for each in future for name in each.names)
+
+
+def _mentioned(tree: ast.AST) -> set[str]:
+    """Return the names of a tree, also those in texts."""
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    return names | {str(node.value) for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+
+
+class _WithoutImports(ast.NodeTransformer):
+    """Removes the imports of some names."""
+
+    def __init__(self, names: set[str]) -> None:
+        self.names = names
+
+    def visit_Import(self, node: ast.Import) -> ast.AST | None:
+        return self._import(node)
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST | None:
+        return self._import(node)
+
+    def _import(self, node: ast.Import | ast.ImportFrom) -> ast.AST | None:
+        node.names = [each for each in node.names if (each.asname or each.name.partition(".")[0]) not in self.names]
+        return node if node.names else None
 
 
 def _says_something(data: bytes, path: str) -> bool:

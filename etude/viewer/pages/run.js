@@ -89,7 +89,7 @@ function processesSection(rl, status) {
   if (rl.changes.length) {
     part("Changed settings", "They were changed during the run, from these policy steps on.",
       plainTable("Changed settings", rl.changes.map((entry) => h("tr", h("th", {scope: "row"}, `step ${entry.step}`),
-        h("td", entry.key), h("td", settingText(entry.before)), h("td", settingText(entry.value)))),
+        h("td.key", entry.key), h("td", settingText(entry.before)), h("td", settingText(entry.value)))),
       h("tr", ["Step", "Key", "Before", "After"].map((name) => h("th", {scope: "col"}, name)))));
   }
   if (!found.length) return null;
