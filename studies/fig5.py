@@ -15,7 +15,9 @@ from typing import Any
 from etude.errors import InputError
 from etude.evaluation import held_out, statistics
 from etude.evaluation.plot import Axis, Line, Panel
+from etude.evaluation.run_results import validations
 from etude.rollouts.queue import RolloutQueue
+from etude.rollouts.settings import load_evaluation
 from etude.runs.layout import RunLayout
 from etude.runs.run import Run
 from etude.system.progress import ProgressCallback
@@ -79,7 +81,7 @@ def recipe_overrides(s: Fig5Settings, seed: int) -> list[str]:
 def read_evaluations(run: Path) -> tuple[str, list[Metrics], Metrics]:
     """Return a run's name, its validations during RL, and the paired change from the first to the last."""
     opened = Run.read(run)
-    lines = [line for line in opened.metrics("rl") if line.get("evaluation") and line.get("tasks")]
+    lines = [line for line in validations(opened.metrics("rl")) if line.get("tasks")]
     evaluations: list[Metrics] = sorted(lines, key=lambda line: line["step"])
     if len(evaluations) < 2:
         raise InputError(
@@ -87,7 +89,9 @@ def read_evaluations(run: Path) -> tuple[str, list[Metrics], Metrics]:
             "recipe has [evaluation], with `every` set for more than the first and the last"
         )
     with closing(RolloutQueue.open_read_only(RunLayout(run).evaluations)) as queue:
-        ends = [held_out.results(queue, evaluations[index]["step"]) for index in (0, -1)]
+        settings = load_evaluation(RunLayout(run))
+        name = "" if settings is None else Path(settings.validation).name
+        ends = [held_out.results(queue, evaluations[index]["step"], name) for index in (0, -1)]
     return opened.settings.name, evaluations, statistics.compare(*ends)
 
 

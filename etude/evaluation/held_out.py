@@ -1,8 +1,9 @@
 """Held-out evaluation: K samples of each task, through the same queue and sessions as training.
 
-An evaluation is a set of groups named STEP/TASK in a queue of its own. It runs while training continues, so its results
-record the weight versions that sampled it. A task with a rollout that failed for good because of the infrastructure is
-left out of every mean and counted separately; it is not a failure of the agent. `statistics` summarises the results.
+An evaluation is a set of groups named STEP/SET/TASK in a queue of its own. It runs while training continues, so its
+results record the weight versions that sampled it. A task with a rollout that failed for good because of the
+infrastructure is left out of every mean and counted separately; it is not a failure of the agent. `statistics`
+summarises the results. Where a function takes a `name`, that is one of the task sets of the step.
 
 An evaluation belongs to the lineage of weights that it evaluates: when the trainer goes back to a checkpoint, later
 evaluations are discarded and started again when their step is reached again, and samples of lost weights are repeated.
@@ -12,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from etude.errors import EtudeError, InputError
+from etude.rollouts.leases import step_prefix
 from etude.rollouts.queue_client import AnyQueue
 from etude.rollouts.queue_records import ReadyGroup
 
@@ -40,7 +42,7 @@ def start(
     if not names:
         raise InputError(f"evaluation at step {step}: there are no held-out tasks")
     seconds = expected or {}
-    return evaluations.add(((f"{_prefix(step)}{name}", seconds.get(name, 0.0)) for name in names), samples)
+    return evaluations.add(((f"{step_prefix(step)}{name}", seconds.get(name, 0.0)) for name in names), samples)
 
 
 def rewind(evaluations: AnyQueue, step: int) -> None:
@@ -53,7 +55,7 @@ def rewind(evaluations: AnyQueue, step: int) -> None:
 def discard_later(evaluations: AnyQueue, step: int) -> None:
     """Discard the evaluations of later steps, which the trainer has lost."""
     for later in (number for number in evaluations.numbers() if number > step):
-        for group in evaluations.progress(_prefix(later)):
+        for group in evaluations.progress(step_prefix(later)):
             evaluations.discard(group.id, f"the trainer went back to step {step}")
 
 
@@ -75,23 +77,38 @@ def started(evaluations: AnyQueue) -> list[int]:
     return evaluations.numbers()
 
 
-def progress(evaluations: AnyQueue, step: int) -> EvaluationProgress:
+def progress(evaluations: AnyQueue, step: int, name: str = "") -> EvaluationProgress:
     """Return the progress of the evaluation of a step."""
-    groups = evaluations.progress(_prefix(step))
+    groups = evaluations.progress(step_prefix(step, name))
     kept = [group for group in groups if not group.dropped]
     ready, wanted = sum(group.ready for group in kept), sum(group.size for group in kept)
     return EvaluationProgress(ready, wanted, len(groups) - len(kept))
 
 
-def is_finished(evaluations: AnyQueue, step: int) -> bool:
+def is_finished(evaluations: AnyQueue, step: int, name: str = "") -> bool:
     """Return whether an evaluation was started and all its groups are finished or dropped."""
-    evaluations.requeue_lost(_prefix(step))  # a sample that was in progress when its weights were lost
-    groups = evaluations.progress(_prefix(step))
+    prefix = step_prefix(step, name)
+    evaluations.requeue_lost(prefix)  # a sample that was in progress when its weights were lost
+    groups = evaluations.progress(prefix)
     return bool(groups) and all(group.is_finished for group in groups)
 
 
-def _prefix(step: int) -> str:
-    return f"{step:06d}/"
+@dataclass
+class StallWatch:
+    """Tells when something has not changed for too long."""
+
+    limit_s: float
+    seen: object = None
+    moved_at: float = 0.0
+
+    def restart(self, now: float) -> None:
+        self.seen, self.moved_at = None, now
+
+    def has_stalled(self, state: object, now: float) -> bool:
+        """Return whether this state has been the same for longer than the limit."""
+        if state != self.seen:
+            self.seen, self.moved_at = state, now
+        return now - self.moved_at > self.limit_s
 
 
 # ------------------------------------------------------------------------------------------- results
@@ -107,12 +124,12 @@ class Evaluation:
     failures: int = 0  # of the infrastructure, over all samples, whether retried or dropped
 
 
-def results(evaluations: AnyQueue, step: int) -> Evaluation:
+def results(evaluations: AnyQueue, step: int, name: str = "") -> Evaluation:
     """Return the results of a finished evaluation."""
-    groups = evaluations.progress(_prefix(step))
+    groups = evaluations.progress(step_prefix(step, name))
     if waiting := [group.task for group in groups if not group.is_finished] if groups else ["all of it"]:
         raise EtudeError(f"evaluation at step {step} is not finished: {len(waiting)} missing, such as {waiting[0]}")
-    names = {group.id: group.task.removeprefix(_prefix(step)) for group in groups}
+    names = {group.id: group.task.removeprefix(step_prefix(step)) for group in groups}
     complete = (evaluations.group(group.id) for group in groups if not group.dropped)
     return Evaluation(
         step,

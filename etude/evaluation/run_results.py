@@ -3,11 +3,11 @@
     evaluation/MODEL/evaluations.sqlite    the evaluation of the model of a stage, as the table `[evaluation]` asks
     rl/evaluations.sqlite                  evaluations during RL: of the model before the first step, and the last one
 
-Both are rollout queues with groups named STEP/SET/TASK, or STEP/TASK where there is only one set. Only finished
-evaluations count. The model of a stage that was evaluated for itself is not taken from RL.
+Both are rollout queues with groups named STEP/SET/TASK. Only finished evaluations count. The model of a stage that was
+evaluated for itself is not taken from RL.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +34,11 @@ class MeasuredSet:
     tasks: int
     samples: int  # sessions per task
     is_validation: bool
+
+
+def validations(records: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """Yield the records of validations among the metrics of RL; those of further sets name their `benchmark`."""
+    return (record for record in records if record.get("evaluation") and not record.get("benchmark"))
 
 
 def measured_sets(recipe: Mapping[str, Any], validation: str | None = None) -> list[MeasuredSet]:
@@ -90,13 +95,12 @@ def _order(path: Path, recipe: Mapping[str, Any]) -> int:
 
 def _results_at(queue: RolloutQueue, step: int, sets: Sequence[str]) -> dict[str, TaskSamples]:
     """Return the results of the evaluation of a step by set; empty if it is not finished."""
-    progress = held_out.progress(queue, step)
-    if not progress.wanted or not progress.finished:
-        return {}
     found: dict[str, dict[str, list[float]]] = {}
-    for group in held_out.results(queue, step).groups:
-        name, _, task = group.task.partition("/")
-        if name not in sets:  # a single set has no label
-            name, task = sets[0], group.task
-        found.setdefault(name, {})[task] = [float(bool(slot.record["solved"])) for slot in group.slots]
+    for name in sets:
+        progress = held_out.progress(queue, step, name)
+        if not progress.wanted or not progress.finished:
+            continue
+        for group in held_out.results(queue, step, name).groups:
+            samples = [float(bool(slot.record["solved"])) for slot in group.slots]
+            found.setdefault(name, {})[group.task.partition("/")[2]] = samples
     return dict(found)

@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +29,7 @@ from etude.inference import server
 from etude.inference.backends.backend import SamplerBackend, SamplerService
 from etude.inference.backends.engine_backend import EngineBackend
 from etude.inference.service import EngineBroken, WeightSwap
-from etude.inference.settings import SamplerRunSettings
+from etude.inference.settings import EVALUATION, TRAINING, SamplerPurpose, SamplerRunSettings, SamplerSettings
 from etude.inference.weight_update import check_finite
 from etude.runs.address import TOKEN_VARIABLE
 from etude.runs.member import RunMember, open_member
@@ -87,25 +87,34 @@ class VersionFollower:
         self.bucket, self.clock = MeteredObjectStore(store, clock), clock
         self.problem = ""  # why the newest version is not in use
         self._current: tuple[Version, WeightState] | None = None  # base of the next delta, usable or not
+        self._newest: int | None = None  # in the store, or wanted, at the last look
         self._rejected = ""
         self._retry_at = 0.0
 
-    def poll(self) -> Fetched | None:
-        """Return a version newer than the last one returned, if the store has one that can be rebuilt."""
+    @property
+    def is_current(self) -> bool:
+        """Whether the last version returned was the newest in the store at the last look."""
+        return self._current is not None and self._newest == self._current[0].number
+
+    def poll(self, wanted: int | None = None) -> Fetched | None:
+        """Return a version newer than the last one returned, if the store has one that can be rebuilt.
+
+        A `wanted` version is the only one to return, newer or older than the last.
+        """
         started = self.clock.monotonic()
         if started < self._retry_at:
             return None
         seconds, size = self.bucket.seconds, self.bucket.size
         try:
-            newest = latest(self.bucket)
-            if newest is None or (self._current is not None and newest == self._current[0].number):
+            self._newest = latest(self.bucket) if wanted is None else wanted
+            if self._newest is None or self.is_current:
                 self.problem = self._rejected
                 return None
-            version, state = self._read(newest)
+            version, state = self._read(self._newest) if wanted is None else self._read_exactly(wanted)
         except Exception as error:  # from any kind of store; the next poll may succeed
             self._back_off(started, str(error) if isinstance(error, EtudeError) else f"{type(error).__name__}: {error}")
             return None
-        if self._current is not None and version.number <= self._current[0].number:
+        if wanted is None and self._current is not None and version.number <= self._current[0].number:
             return None
         self._current, self._rejected = (version, state), ""
         took, fetch_s = self.clock.monotonic() - started, self.bucket.seconds - seconds
@@ -128,6 +137,11 @@ class VersionFollower:
             self.problem = ""
         return found
 
+    def _read_exactly(self, wanted: int) -> tuple[Version, WeightState]:
+        found = read_version(self.bucket, wanted, self._current)
+        self.problem = ""
+        return found
+
     def _back_off(self, started: float, problem: str) -> None:
         self.problem = problem
         now = self.clock.monotonic()
@@ -135,6 +149,15 @@ class VersionFollower:
 
 
 # ------------------------------------------------------------------------------------------ the process
+
+
+@dataclass(frozen=True)
+class Pin:
+    """The weight version that a lease to an evaluation keeps the sampler at, until it ends."""
+
+    version: int
+    shared: bool  # the sampler takes training requests too
+    until: float
 
 
 class Sampler:
@@ -147,8 +170,10 @@ class Sampler:
         backend: SamplerBackend,
         store: ObjectStore,
         clock: Clock = MACHINE_CLOCK,
+        purpose: SamplerPurpose = TRAINING,
     ) -> None:
         self.member, self.name, self.settings, self.backend = member, member.name, settings, backend
+        self.purpose = purpose
         self.store, self.clock = store.url, clock
         self.follower = VersionFollower(store, clock)
         self.service: SamplerService | None = None
@@ -159,6 +184,8 @@ class Sampler:
         self._reporting = member.client.twin(patience_s=0, timeout_s=STATUS_TIMEOUT_S)
         self._sampled = (clock.monotonic(), 0)  # time and tokens at the last report
         self._progress = (clock.monotonic(), -1)  # time and number of the last step
+        self._pin: Pin | None = None  # of the lease that the run service told last
+        self._leased: int | None = None  # version of a lease under which training is not served, or not yet again
 
     def run(self) -> None:
         """Serve until SIGTERM; raise EngineBroken if what samples breaks."""
@@ -228,13 +255,15 @@ class Sampler:
                 raise service.failure
 
     def _follow(self, service: SamplerService, load: Callable[[Fetched], WeightSwap]) -> None:
-        """Load every new version between two engine steps, until the service ends."""
+        """Load every new version between two engine steps, or the one of a lease, until the service ends."""
         while service.state not in ("broken", "closed"):
             self.clock.sleep(self.settings.weights.poll_s)
-            known, fetched = self.follower.problem, self.follower.poll()
+            known, pin = self.follower.problem, self._current_pin()
+            fetched = self._poll(service, pin)
             if self.follower.problem != known:
                 self._report_now.set()
             if fetched is None:
+                self._end_lease(pin)
                 continue
             try:
                 self._record_loaded(fetched, load(fetched).seconds)
@@ -247,6 +276,38 @@ class Sampler:
                 self.follower.reject(str(error))
             except (CancelledError, RuntimeError):  # the event loop has ended, and the process is about to
                 return
+            self._end_lease(pin)
+
+    def _current_pin(self) -> Pin | None:
+        """Return the pin of the sampler's lease; None if it has none, or it has expired."""
+        pin = self._pin
+        return pin if pin is not None and self.clock.monotonic() < pin.until else None
+
+    def _poll(self, service: SamplerService, pin: Pin | None) -> Fetched | None:
+        """Return the version to load now, if it is another than the sampler has."""
+        if pin is None:
+            return None if self.purpose == EVALUATION else self.follower.poll()
+        version = service.stats().version
+        if pin.version < version and service.stats().running + service.stats().waiting:
+            return None  # requests of training end on weights that do not go back
+        return self.follower.poll(pin.version)
+
+    def _end_lease(self, pin: Pin | None) -> None:
+        """After a lease, serve training again as soon as the newest weights are in use."""
+        if pin is None and self._leased is not None and self.follower.is_current:
+            self._leased = None
+            self._report_now.set()
+
+    def _take_instructions(self, lease: Mapping[str, Any] | None) -> None:
+        """Take note of the lease that the run service tells of; one that it does not renew expires."""
+        if lease is None:
+            self._pin = None
+            return
+        until = self.clock.monotonic() + lease["seconds"]
+        self._pin = Pin(lease["version"], lease["shared"], until)
+        if not lease["shared"] and self._leased != lease["version"]:
+            self._leased = lease["version"]
+            self._report_now.set()
 
     def _record_loaded(self, fetched: Fetched, swap_s: float) -> None:
         self._loaded = {
@@ -279,16 +340,21 @@ class Sampler:
 
     def write(self) -> None:
         """Report the status."""
-        facts = {"kind": SAMPLER, "state": self._state, "waiting_for": self._waiting_for, "url": self._url}
-        facts |= {
+        facts: dict[str, Any] = {
+            "kind": SAMPLER,
+            "state": self._state,
+            "waiting_for": self._waiting_for,
+            "url": self._url,
             "model": str(self.backend.model),
             "backend": self.settings.sampler.backend,
             "problem": self.follower.problem,
+            "purpose": self.purpose,
+            "leased": self._leased,
             **self._loaded,
             **self._metrics(),
         }
         try:
-            self._reporting.report_status(self.name, **facts)
+            self._take_instructions(self._reporting.report_status(self.name, **facts))
         except EtudeError as error:
             say(f"{self.name}: the status cannot be reported: {error}", file=sys.stderr)
 
@@ -367,14 +433,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--name", required=True, help="name of this sampler, such as sampler-0")
     parser.add_argument("--gpu", type=int, default=0, help="its (first) GPU, counted round, if the recipe names none")
     parser.add_argument("--url", default="", help="the server of its backend, which runs already")
+    parser.add_argument(
+        "--evaluation", action="store_true", help="serve evaluations only, with the settings [evaluation.sampler]"
+    )
     parser.add_argument("--routing", action="store_true", help="experts of MoE models are needed, of a server too")
     given = parser.parse_args(arguments)
     try:
         die_with_parent(parent_process())
         member = open_member(given.service, given.name)
-        settings = load_table(member.layout.recipe, member.layout.sessions_table(), SamplerRunSettings)
+        recipe, purpose = member.layout.recipe, EVALUATION if given.evaluation else TRAINING
+        settings = load_table(recipe, member.layout.sessions_table(), SamplerRunSettings)
+        if given.evaluation:
+            own = load_table(recipe, "evaluation.sampler", SamplerSettings)
+            settings = settings.model_copy(update={"sampler": own})
         backend = open_backend(member.model(weights=True), settings, given.gpu, given.url, given.routing)
-        Sampler(member, settings, backend, open_store(member, WEIGHTS)).run()
+        Sampler(member, settings, backend, open_store(member, WEIGHTS), purpose=purpose).run()
     except EtudeError as error:
         say(f"{given.name}: {error}", file=sys.stderr)
         return error.exit_code

@@ -12,6 +12,9 @@ from etude.weights.settings import WeightSyncSettings
 
 CachePolicy = Literal["keep", "recompute"]
 BackendName = Literal["etude", "vllm", "sglang"]
+SamplerPurpose = Literal["training", "evaluation"]
+TRAINING: SamplerPurpose = "training"
+EVALUATION: SamplerPurpose = "evaluation"  # such a sampler takes no training requests
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 

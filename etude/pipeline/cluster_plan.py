@@ -47,10 +47,13 @@ def missing_resources(
     """Yield a line if the cluster has less than the services of a stage need."""
     if cluster is None or recipe.cluster is None:
         return
-    options, samplers = recipe.cluster, settings.sampler.count
+    kinds = [settings.sampler]
+    if isinstance(settings, RlSettings) and recipe.evaluation is not None and recipe.evaluation.sampler is not None:
+        kinds.append(recipe.evaluation.sampler)
+    options, samplers = recipe.cluster, sum(each.count for each in kinds)
     workers = (options.workers_per_node or settings.workers) * cluster.nodes
     cpus = samplers * options.sampler.cpus + workers * options.worker.cpus
-    gpus = samplers * int(planned_device(settings.sampler.device, cluster) == "cuda")
+    gpus = sum(each.count * int(planned_device(each.device, cluster) == "cuda") for each in kinds)
     if isinstance(settings, RlSettings):
         ranks = settings.parallel.processes
         cpus += ranks * options.trainer.cpus

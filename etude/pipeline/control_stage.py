@@ -10,9 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 from etude.errors import EtudeError
-from etude.pipeline.rl_stage import CONTROLS, RL, control_recipe, validation_plan
+from etude.pipeline.rl_stage import CONTROLS, RL, control_recipe
 from etude.pipeline.shared_stages import COPIED_STAGES
 from etude.pipeline.stage import Facts, PlanContext, RecipeInputs, Stage, StageModel, StagePlan
+from etude.pipeline.validation_plan import validation_plan
 from etude.recipe.recipe import Recipe
 from etude.rl.settings import ControlSettings
 from etude.rl.starting_model import copy_checkpoint

@@ -73,7 +73,7 @@ class TasksStage(Stage[TaskSetsSettings]):
 
 def measured_sets(recipe: Recipe) -> set[str]:
     """Return the task sets that models are measured on: those that evaluations name, and other splits than train."""
-    named = (recipe.evaluation.validation, *recipe.evaluation.test) if recipe.evaluation else ()
+    named = [name for _, name in recipe.evaluation.measured()] if recipe.evaluation else []
     return {*named, *(each.name for each in (recipe.tasks.build if recipe.tasks else ()) if each.split != "train")}
 
 
@@ -102,7 +102,8 @@ def fix_task_sets(run: Run, settings: EvaluationSettings | None) -> None:
     if settings is None:
         return
     made = {artefact.path: artefact.digest for artefact in run.artefacts("tasks")}
-    directories = {key: task_directory(run, name, "evaluation") for key, name in settings.task_sets().items()}
+    sets = settings.task_sets() | {each.name: each.tasks for each in settings.benchmarks}
+    directories = {key: task_directory(run, name, "evaluation") for key, name in sets.items()}
     digests = {key: made.get(path) or content_digest(path) for key, path in directories.items()}
     recorded = run.facts("evaluation").get("digests", digests)
     for key, digest in digests.items():

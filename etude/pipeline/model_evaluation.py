@@ -233,11 +233,12 @@ class ModelScoring:
 
     def wait(self, queue: QueueClient, services: ServiceSupervisor, dead: list[str]) -> None:
         """Keep the services alive until the evaluation is finished; EtudeError if it makes no progress."""
-        moved, seen, changes, finished, waiting_for = time.monotonic(), (0, 0.0), -1, False, "the run service"
+        watch, changes, finished, waiting_for = held_out.StallWatch(self.sessions.stall_s), -1, False, "the run service"
+        watch.restart(time.monotonic())
+        state: object = None
         workers = 0  # that the run service knows of: each gets its share of the sessions
         while not finished:
             services.tick()
-            now = time.monotonic()
             with suppress(RunServiceUnavailable):  # it is starting
                 while dead:
                     queue.release(dead[-1])
@@ -249,9 +250,8 @@ class ModelScoring:
                     ready, waiting_for = held_out.progress(queue, STEP).ready, figures.waiting_for
                     self.line.update(ready, self.model.name)
                     state = (ready, figures.last_heartbeat)
-                    moved, seen = (now, state) if state != seen else (moved, seen)
                     finished, changes = held_out.is_finished(queue, STEP), figures.changes
-            if now - moved > self.sessions.stall_s:
+            if watch.has_stalled(state, time.monotonic()):
                 stalled = f"evaluation of {self.model.name}: no progress for {self.sessions.stall_s:g} s"
                 raise EtudeError(f"{stalled} ({waiting_for}); its logs are in {self.layout.logs}")
             time.sleep(TICK_S)

@@ -29,7 +29,7 @@ from etude.inference.backends.launch import PROGRAMS
 from etude.inference.clients.inprocess import InProcessPolicy
 from etude.inference.engine import Engine
 from etude.inference.service import EngineService
-from etude.inference.settings import EngineOptions, SamplerSettings
+from etude.inference.settings import EngineOptions, SamplerRunSettings, SamplerSettings
 from etude.kernels import usable_device
 from etude.model.adapters import check_lora, fit_adapters
 from etude.model.checkpoint import load
@@ -71,6 +71,7 @@ from etude.pipeline.stage import (
     planned_device,
     planned_gpus,
 )
+from etude.pipeline.validation_plan import ValidationPlan, validation_plan
 from etude.pods import open_fleet
 from etude.recipe.recipe import Recipe
 from etude.rl.orchestrator import run_rl
@@ -108,6 +109,10 @@ class RlStage(Stage[RlSettings]):
             with inputs.problems_of(key):
                 planned_device(device)
         check_sampler_program(inputs, "rl.sampler", settings.sampler)
+        if inputs.recipe.evaluation is not None and (own := inputs.recipe.evaluation.sampler) is not None:
+            with inputs.problems_of("evaluation.sampler.device"):
+                planned_device(own.device)
+            check_sampler_program(inputs, "evaluation.sampler", own)
         if not is_elsewhere(inputs.recipe):
             with inputs.problems_of("rl.parallel"):
                 check_one_host(settings.parallel)
@@ -159,8 +164,9 @@ class RlStage(Stage[RlSettings]):
                     raise InputError(f"{task.name}: {error}") from None
 
     def _task_sets(self, recipe: Recipe) -> list[tuple[str, str]]:
-        evaluated = [recipe.evaluation.validation] if recipe.evaluation else []
-        return [("rl.tasks", self.settings(recipe).tasks), *(("evaluation.validation", name) for name in evaluated)]
+        measured = recipe.evaluation.measured() if recipe.evaluation else []
+        during = [(key, name) for key, name in measured if key != "evaluation.test"]
+        return [("rl.tasks", self.settings(recipe).tasks), *during]
 
     def needed_artefacts(self, recipe: Recipe) -> list[tuple[str, str]]:
         return [("tasks", name) for _, name in self._task_sets(recipe)]
@@ -175,7 +181,7 @@ class RlStage(Stage[RlSettings]):
             lines.append(describe_lora(settings.lora, model.config))
         lines += [f"continues after step {step:,}"] if step else []
         records = run.metrics("rl") if run is not None else []
-        if (estimate := seconds_from_records(settings, records, step, validation.count)) is None:
+        if (estimate := seconds_from_records(settings, records, step)) is None:
             rehearsal = self._rehearse(context, model)
             lines.append(rehearsal if isinstance(rehearsal, str) else rehearsal.line())
             if settings.sampler.backend != "etude" and not isinstance(rehearsal, str):
@@ -185,7 +191,8 @@ class RlStage(Stage[RlSettings]):
                 estimate = rehearsal.seconds(settings, session_cores(context), validation)
         cluster, disk = context.inputs.cluster, rl_disk(settings, model.config, validation)
         launches = tuple(_launches(settings, context.inputs))
-        memory = tuple(rl_memory(settings, model.config, planned_gpus(context.recipe), cluster))
+        gpus, own = planned_gpus(context.recipe), evaluation_sampling(context.recipe)
+        memory = tuple(rl_memory(settings, model.config, gpus, cluster, own))
         lacking = tuple(missing_resources(context.recipe, settings, cluster))
         return StagePlan("rl", tuple(lines), estimate, memory, disk, launches, cluster, lacking)
 
@@ -334,7 +341,7 @@ class Rehearsal:
         """Return the predicted time of the stage, as if every rollout were like this one, without its first set-up."""
         rollouts = settings.groups_per_step * settings.group_size
         session_s = self.session_s / max(1.0, min(settings.in_flight, cores))
-        sessions = validation.count * validation.sessions
+        sessions = validation.all_sessions
         seconds = STARTUP_S + settings.steps * rollouts * (session_s + self.step_s) + sessions * session_s
         return TimeEstimate(seconds, "predicted from one rollout and one step here")
 
@@ -425,41 +432,15 @@ def step_on(rollout: Rollout, settings: RlSettings, model: StageModel) -> float:
 # ------------------------------------------------------------------------------------------------ estimates
 
 
-@dataclass(frozen=True)
-class ValidationPlan:
-    """The validations of the stage: how many, and tasks and sessions of each."""
+def seconds_from_records(settings: RlSettings, records: Sequence[Mapping[str, Any]], step: int) -> TimeEstimate | None:
+    """Return the time from `step` to the end, from the metrics of earlier steps; None if there are too few.
 
-    count: int = 0
-    tasks: int = 0
-    samples: int = 0
-
-    @property
-    def sessions(self) -> int:
-        return self.tasks * self.samples
-
-
-def validation_plan(recipe: Recipe, sizes: Mapping[str, int]) -> ValidationPlan:
-    """Return the validations of the recipe: before, after, and in between; `sizes` are those of the task sets."""
-    evaluation, rl = recipe.evaluation, recipe.rl
-    if evaluation is None or rl is None:
-        return ValidationPlan()
-    between = max(0, rl.steps - 1) // evaluation.every if evaluation.every else 0
-    size = sizes.get(evaluation.validation, 0)
-    return ValidationPlan(2 + between, min(size, evaluation.max_tasks or size), evaluation.validation_samples)
-
-
-def seconds_from_records(
-    settings: RlSettings, records: Sequence[Mapping[str, Any]], step: int, validations: int = 0
-) -> TimeEstimate | None:
-    """Return the time from `step` to the end, from the metrics of earlier steps; None if there are too few."""
+    Evaluations run beside the steps, all but the last one.
+    """
     steps = [record for record in records if not record.get("evaluation")]
     if len(steps) < 2:
         return None
-    evaluations = max(0, validations - (len(records) - len(steps)))
-    # The first step waited for the evaluation before it.
-    evaluation_s = max(record.get("waited/measurement", 0.0) for record in steps)
-    step_s = median(record["wall_s"] - record.get("waited/measurement", 0.0) for record in steps)
-    seconds = STARTUP_S + (settings.steps - step) * step_s + evaluations * evaluation_s
+    seconds = STARTUP_S + (settings.steps - step) * median(record["wall_s"] for record in steps)
     return TimeEstimate(seconds, f"from the {len(steps)} earlier steps of this run")
 
 
@@ -481,6 +462,8 @@ def _lines(settings: RlSettings, prompts: int, validation: ValidationPlan) -> It
     if validation.count:
         sessions = f"{validation.samples} sessions on each of {validation.tasks:,} tasks"
         yield f"{validation.count} validations, each {sessions}"
+    for name, each in validation.benchmarks.items():
+        yield f"{each.count} evaluations on {name}, each {each.samples} sessions on each of {each.tasks:,} tasks"
 
 
 def _launches(settings: RlSettings, inputs: RecipeInputs) -> Iterator[str]:
@@ -488,6 +471,8 @@ def _launches(settings: RlSettings, inputs: RecipeInputs) -> Iterator[str]:
     ranks, device = settings.parallel.processes, planned_device(settings.device, inputs.cluster)
     yield f"1 trainer on {device}" + (f" in {ranks} processes" if ranks > 1 else "")
     yield from launched_samplers_and_workers(settings, inputs)
+    if inputs.recipe.evaluation is not None and inputs.recipe.evaluation.sampler is not None:
+        yield f"for evaluation only: {_launched_samplers(inputs.recipe.evaluation.sampler, inputs)}"
 
 
 def launched_samplers_and_workers(settings: RlSettings | EvaluationSessions, inputs: RecipeInputs) -> Iterator[str]:
@@ -522,11 +507,25 @@ def check_sampler_program(inputs: RecipeInputs, key: str, sampler: SamplerSettin
 
 
 def rl_memory(
-    settings: RlSettings, config: ModelConfig, gpus: int = 1, cluster: ClusterSize | None = None
+    settings: RlSettings,
+    config: ModelConfig,
+    gpus: int = 1,
+    cluster: ClusterSize | None = None,
+    evaluation: SamplerRunSettings | None = None,
 ) -> list[ProcessMemory]:
-    """Return the memory of every process on a host with so many GPUs; the first ones are the trainer's."""
+    """Return the memory of every process on a host with so many GPUs; `evaluation` has samplers that only evaluate."""
     trainer = training_memory(config, settings, planned_device(settings.device, cluster))
-    return [*trainer, *sessions_memory(settings, config, gpus, settings.parallel.processes, cluster)]
+    ranks = settings.parallel.processes
+    before = ranks + settings.sampler.count * settings.sampler.tensor_parallel
+    further = sampling_memory(evaluation, config, gpus, before, cluster) if evaluation is not None else []
+    return [*trainer, *sessions_memory(settings, config, gpus, ranks, cluster), *further]
+
+
+def evaluation_sampling(recipe: Recipe) -> SamplerRunSettings | None:
+    """Return the settings of the samplers that only evaluate while RL runs; None if there are none."""
+    if recipe.rl is None or recipe.evaluation is None or recipe.evaluation.sampler is None:
+        return None
+    return recipe.rl.model_copy(update={"sampler": recipe.evaluation.sampler})
 
 
 def sessions_memory(
@@ -537,23 +536,29 @@ def sessions_memory(
     cluster: ClusterSize | None = None,
 ) -> list[ProcessMemory]:
     """Return the memory of the processes that run sessions; of the GPUs the first ones are those of `trainers`."""
+    sessions = {"workers": settings.workers * WORKER_BYTES, "pods": settings.in_flight * POD_BYTES}
+    samplers = sampling_memory(settings, config, gpus, trainers, cluster)
+    return [*samplers, ProcessMemory("sessions", "cpu", sessions)]
+
+
+def sampling_memory(
+    settings: SamplerRunSettings, config: ModelConfig, gpus: int, before: int, cluster: ClusterSize | None
+) -> list[ProcessMemory]:
+    """Return the memory of samplers; on one machine the first GPUs are those of the processes `before` them."""
     device, sampler = planned_device(settings.sampler.device, cluster), settings.sampler
     devices = [device] * sampler.count * (sampler.tensor_parallel if device == "cuda" else 1)
     if device == "cuda" and gpus > 1 and cluster is None:
-        devices = [f"cuda:{(trainers + number) % gpus}" for number in range(len(devices))]
+        devices = [f"cuda:{(before + number) % gpus}" for number in range(len(devices))]
     if sampler.backend == "etude":
-        processes = [sampler_memory(config, settings, each) for each in devices]
-    else:
-        processes = server_memory(config, settings, [] if sampler.urls else devices)
-    sessions = {"workers": settings.workers * WORKER_BYTES, "pods": settings.in_flight * POD_BYTES}
-    return [*processes, ProcessMemory("sessions", "cpu", sessions)]
+        return [sampler_memory(config, settings, each) for each in devices]
+    return server_memory(config, settings, [] if sampler.urls else devices)
 
 
 def rl_disk(settings: RlSettings, config: ModelConfig, validation: ValidationPlan) -> int:
     """Return the bytes of checkpoints, weight versions, traces and pods."""
     checkpoint = checkpoint_bytes(config, settings, mtp_layers=0, frozen=False)
     sessions = settings.steps * settings.groups_per_step * settings.group_size
-    sessions += validation.count * validation.sessions
+    sessions += validation.all_sessions
     weights = store_bytes(config, settings) if not settings.weights.store else 0
     kept = max_checkpoints(settings, settings.steps, halfway=False)
     kept += 2 if settings.keep_best and validation.count > 2 else 0  # the best, and one being evaluated

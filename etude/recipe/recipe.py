@@ -161,8 +161,7 @@ class Recipe(RunSettings):
                     raise ValueError(f"corpus.build {corpus.name}: {wanted}")
         named = [("rl.tasks", self.rl.tasks)] if self.rl else []
         if evaluation := self.evaluation:
-            named.append(("evaluation.validation", evaluation.validation))
-            named += [("evaluation.test", name) for name in evaluation.test]
+            named += evaluation.measured()
         for key, name in named[1:]:
             if self.rl and name == self.rl.tasks:
                 raise ValueError(f'{key} names "{name}", which rl trains on: score other tasks')
@@ -196,12 +195,30 @@ class Recipe(RunSettings):
         return self
 
     @model_validator(mode="after")
+    def _evaluations_during_rl_have_a_run(self) -> Self:
+        if self.evaluation is None:
+            return self
+        if self.rl is not None:
+            if self.rl.in_flight == 1:
+                raise ValueError("rl.in_flight = 1 leaves no rollout for training while an evaluation runs: give 2")
+            own = self.evaluation.sampler.urls if self.evaluation.sampler else ()
+            if shared := [url for url in own if url in self.rl.sampler.urls]:
+                raise ValueError(f"evaluation.sampler.urls: {shared[0]} is one of rl.sampler.urls too: give others")
+            return self
+        for key in ("benchmarks", "sampler"):
+            if getattr(self.evaluation, key):
+                raise ValueError(f'evaluation.{key} would not be used: it needs the stage "rl", which is not in stages')
+        return self
+
+    @model_validator(mode="after")
     def _cluster_is_used(self) -> Self:
         if self.cluster is None:
             return self
         if self.rl is None and self.evaluation is None:
             raise ValueError("cluster would not be used: neither rl nor evaluation is in stages")
         devices = [("rl.device", self.rl.device), ("rl.sampler.device", self.rl.sampler.device)] if self.rl else []
+        if self.evaluation and self.evaluation.sampler:
+            devices.append(("evaluation.sampler.device", self.evaluation.sampler.device))
         if self.evaluation and self.evaluation.sessions:
             devices.append(("evaluation.sessions.sampler.device", self.evaluation.sessions.sampler.device))
         for key, device in devices:

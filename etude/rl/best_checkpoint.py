@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from etude.evaluation import held_out, statistics
+from etude.evaluation.run_results import validations
 from etude.files import write_atomically
 from etude.rl.settings import RlSettings
 from etude.rollouts.queue_client import AnyQueue
@@ -20,8 +21,20 @@ from etude.runs.layout import RunLayout
 
 def validation_scores(records: Sequence[Mapping[str, Any]]) -> dict[int, float]:
     """Return the solve rate of every evaluated step, from the run's metrics."""
-    evaluations = (record for record in records if record.get("evaluation"))
-    return {record["step"]: record["solved"] for record in evaluations if record.get("solved") is not None}
+    return {record["step"]: record["solved"] for record in validations(records) if record.get("solved") is not None}
+
+
+def finished_steps(layout: RunLayout, lineage: int) -> set[int]:
+    """Return the steps whose evaluations have all ended, as the orchestrator knows them in this lineage of weights."""
+    try:
+        found = json.loads(layout.evaluated.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return set()
+    return set(found["steps"]) if found["lineage"] == lineage else set()
+
+
+def write_finished_steps(layout: RunLayout, lineage: int, steps: Collection[int]) -> None:
+    write_atomically(layout.evaluated, json.dumps({"lineage": lineage, "steps": sorted(steps)}))
 
 
 def write_scores(layout: RunLayout, scores: Mapping[int, float]) -> None:
@@ -51,18 +64,22 @@ def kept_steps(
         return newest
     best = best_step({step: score for step, score in scores.items() if step in saved or step == 0})
     validated = {step for step in saved if validate_every and step % validate_every == 0}
-    pending = {step for step in validated if step > max(scores, default=0)}
+    pending = validated - scores.keys()
     return newest | pending | ({best} if best else set())
 
 
-def collapse(evaluations: AnyQueue, scores: Mapping[int, float], settings: RlSettings) -> str:
-    """Return why the run has collapsed, at its first evaluation that says so; "" if it has not."""
+def collapse(evaluations: AnyQueue, scores: Mapping[int, float], settings: RlSettings, validation: str) -> str:
+    """Return why the run has collapsed, at its first evaluation that says so; "" if it has not.
+
+    `validation` is the name of the task set.
+    """
     limit = settings.max_validation_fall
     for step in sorted(scores) if limit else ():
         best = best_step({earlier: score for earlier, score in scores.items() if earlier < step})
         if best is None or scores[best] - scores[step] <= limit:
             continue
-        fall = statistics.compare(held_out.results(evaluations, best), held_out.results(evaluations, step))
+        before, after = (held_out.results(evaluations, each, validation) for each in (best, step))
+        fall = statistics.compare(before, after)
         if fall["solved_high"] is not None and fall["solved_high"] < 0:
             interval = f"95 % interval {100 * fall['solved_low']:+.0f} to {100 * fall['solved_high']:+.0f}"
             return (

@@ -27,7 +27,7 @@ from etude.rl.packing import PackingPlan, TrainingSequence, pack_planned, plan_p
 from etude.rl.settings import RlSettings
 from etude.train.objectives import next_token
 from etude.train.trainer import StepResult, Trainer
-from etude.weights.publisher import Publisher
+from etude.weights.publisher import Publisher, copied
 
 if TYPE_CHECKING:
     from etude.parallel.mesh import TrainingMesh
@@ -70,7 +70,9 @@ class Learner:
     load_trace: Callable[[str], Trace]
     demonstrations: Iterator[list[Batch]] | None = None  # of the control imitation: instead of rollouts
     save: Callable[[], None] = lambda: None
-    pending: int | None = field(default=None, init=False)  # version that waits until all ranks have written the last
+    # Versions that wait until all ranks have written the last one: copies of pinned ones, then the newest.
+    held: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict, init=False)
+    pending: int | None = field(default=None, init=False)
 
     @property
     def mesh(self) -> TrainingMesh | None:
@@ -201,18 +203,37 @@ class Learner:
 
     # -------------------------------------------------------------------------------------------- weights
 
-    def publish(self, number: int) -> None:
+    def publish(self, number: int, pinned: bool = False) -> None:
         """Upload the weights in the background, each rank its part.
 
-        While a rank is busy with an earlier version, they stay `pending`: all ranks must write the same versions.
+        While a rank is busy with an earlier version, they stay `pending`: all ranks must write the same versions. A
+        `pinned` version is uploaded even if the trainer has newer weights by then.
         """
-        self.pending, busy = None, self.publisher.busy
-        if self.mesh is not None and any(self.mesh.exchange(busy)):
+        if self.mesh is not None and (self.held or any(self.mesh.exchange(self.publisher.busy))):
             self.publisher.skip(number)
-            self.pending = number
+            self.pending = None if pinned else number
+            if pinned:
+                self.held[number] = copied(self._published())
             return
+        self.pending = None
         with torch.no_grad():
-            self.publisher.publish_soon(number, self._published())
+            self.publisher.publish_soon(number, self._published(), pinned=pinned)
+
+    def publish_pending(self) -> None:
+        """Publish the oldest version that waits, unless a rank is still busy."""
+        assert self.mesh is not None
+        if any(self.mesh.exchange(self.publisher.busy)):
+            return
+        if self.held:
+            number = min(self.held)
+            self.publisher.publish_soon(number, self.held.pop(number), pinned=True)
+        elif self.pending is not None:
+            self.publish(self.pending)
+
+    @property
+    def waits(self) -> bool:
+        """Whether a version waits to be published."""
+        return bool(self.held) or self.pending is not None
 
     def _published(self) -> Mapping[str, torch.Tensor] | Iterator[tuple[str, torch.Tensor]]:
         """Return this rank's share of the published tensors."""

@@ -17,11 +17,13 @@ import numpy as np
 
 from etude.cluster.supervisor import ServiceGaveUp
 from etude.rewards.reward import rescore
+from etude.rl.best_checkpoint import finished_steps
 from etude.rl.controls import rollout_advantages, used_rewards
 from etude.rl.learner import Learner, StepOrder, StepOutcome
 from etude.rl.settings import RlSettings
 from etude.rollouts.queue_client import AnyQueue
 from etude.rollouts.queue_records import ReadyGroup
+from etude.rollouts.settings import EvaluationSettings
 from etude.runs.layout import RunLayout
 from etude.system.clock import MACHINE_CLOCK, Clock
 from etude.train.optim import LRSchedule
@@ -58,9 +60,10 @@ class RlLoop:
     evaluation_queue: AnyQueue | None  # records which policy step a weight version belongs to
     version: int  # newest published weight version
     seed: int = 0  # of the run
-    validate_every: int = 0  # policy steps between validations while the run goes on; 0: none
+    evaluation: EvaluationSettings | None = None  # of the policy while the run goes on
+    lineage: int = 0  # of the weights
+    pins: dict[int, list[int]] = field(default_factory=dict)  # versions that evaluations need, by policy step
     reward_weights: Callable[[int], Mapping[str, float]] | None = None  # in force at a policy step
-    blocked_by: Callable[[], str] = lambda: ""  # what else a step waits for, apart from groups; "": nothing
     report_status: Callable[..., None] = lambda **facts: None
     record_step: Callable[[int, dict[str, Any]], None] = lambda step, facts: None
     clock: Clock = MACHINE_CLOCK
@@ -109,7 +112,7 @@ def learn(loop: RlLoop) -> None:
         publish(loop)
         loop.record_step(step + 1, step_facts(loop, material, outcome, loop.clock.monotonic() - started))
         done = loop.step_count
-        validated = settings.keep_best and loop.validate_every and done % loop.validate_every == 0
+        validated = settings.keep_best and loop.evaluation is not None and loop.evaluation.is_validated(done)
         if done == settings.steps or done % settings.checkpoint_every == 0 or validated:
             loop.checkpoint()
 
@@ -129,9 +132,9 @@ def rollouts(loop: RlLoop, step: int) -> StepMaterial | None:
 
 
 def demonstrations(loop: RlLoop, step: int) -> StepMaterial:
-    """Wait for the evaluation that is due, because nothing else keeps pace with steps on demonstrations."""
+    """Wait for the weight store if it is too far behind; demonstrations are always there."""
     started, last, deadline = loop.clock.monotonic(), "", 0.0
-    while blocker := loop.blocked_by() or store_blocker(loop):
+    while blocker := store_blocker(loop):
         publish_pending(loop)
         if blocker != last:
             last, deadline = blocker, loop.clock.monotonic() + loop.settings.stall_s
@@ -139,7 +142,8 @@ def demonstrations(loop: RlLoop, step: int) -> StepMaterial:
             raise RlStalled(f"the trainer has waited {loop.settings.stall_s:.0f} s for {blocker}")
         loop.report_status(state="waiting", step=step, waiting_for=blocker)
         loop.clock.sleep(POLL_S)
-    return StepMaterial(waited={"measurement": loop.clock.monotonic() - started} if last else {})
+    publish_pending(loop)
+    return StepMaterial(waited={"store": loop.clock.monotonic() - started} if last else {})
 
 
 def wait_for_groups(loop: RlLoop, step: int) -> tuple[list[ReadyGroup] | None, dict[str, float]]:
@@ -155,7 +159,7 @@ def wait_for_groups(loop: RlLoop, step: int) -> tuple[list[ReadyGroup] | None, d
     last = loop.clock.monotonic()
     while True:
         publish_pending(loop)
-        blocker = loop.blocked_by() or store_blocker(loop)
+        blocker = store_blocker(loop)
         state = loop.queue.state()
         if (looked := (state.changes, blocker)) != seen:
             groups = None if blocker else take_groups(loop, step)
@@ -165,7 +169,7 @@ def wait_for_groups(loop: RlLoop, step: int) -> tuple[list[ReadyGroup] | None, d
         if not blocker and loop.layout.exhausted.exists() and state.outstanding < loop.settings.groups_per_step:
             return None, waited
         now = loop.clock.monotonic()
-        reason = "store" if store_blocker(loop) else "measurement" if blocker else "slow_groups" if slow else "rollouts"
+        reason = "store" if blocker else "slow_groups" if slow else "rollouts"
         waited[reason] = waited.get(reason, 0.0) + now - last
         last = now
         # A slow group is no stall while its worker sends heartbeats: its session has time limits of its own.
@@ -249,21 +253,27 @@ def publish(loop: RlLoop) -> None:
     for queue in (loop.queue, loop.evaluation_queue):
         if queue is not None:
             queue.record_version(loop.version, loop.step_count)
-    loop.learner.lead("publish", loop.version)
+    pinned = loop.evaluation is not None and bool(loop.evaluation.due_sets(loop.step_count))
+    if pinned:
+        loop.pins.setdefault(loop.step_count, []).append(loop.version)
+    finished = finished_steps(loop.layout, loop.lineage)
+    loop.pins = {step: versions for step, versions in loop.pins.items() if step not in finished}
+    loop.learner.publisher.pinned = [version for versions in loop.pins.values() for version in versions]
+    loop.learner.lead("publish", loop.version, pinned)
 
 
 def publish_pending(loop: RlLoop) -> None:
     """Publish weights that waited for an earlier upload, if this rank has finished it; raise its failure."""
     learner = loop.learner
     learner.publisher.check()
-    if learner.pending is not None and not learner.publisher.busy:
-        learner.lead("publish", learner.pending)
+    if learner.waits and not learner.publisher.busy:
+        learner.lead("publish_pending")
 
 
 def finish_publishing(loop: RlLoop) -> None:
     """Wait until the newest weights are in the store."""
     deadline = loop.clock.monotonic() + loop.settings.stall_s
-    while loop.learner.pending is not None:
+    while loop.learner.waits:
         publish_pending(loop)
         if loop.clock.monotonic() > deadline:
             problem = loop.learner.publisher.problem or "the upload is slow"

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from etude.evaluation.run_results import validations
 from etude.rewards.monitors import HISTORY, monitor_readings
 from etude.rollouts.queue_client import AnyQueue
 from etude.rollouts.queue_records import ReadyGroup
@@ -226,7 +227,7 @@ def stage_facts(
 ) -> Facts:
     """Return the summary of a finished stage, from its metrics; `result_step` made its model, by default the last."""
     steps = [record for record in metrics if not record.get("evaluation")]
-    evaluations = sorted((record for record in metrics if record.get("evaluation")), key=lambda record: record["step"])
+    evaluations = sorted(validations(metrics), key=lambda record: record["step"])
     facts: Facts = {"steps": len(steps)}
     if steps:
         if "reward" in steps[0]:

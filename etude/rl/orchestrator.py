@@ -23,11 +23,11 @@ from etude.cluster.settings import ClusterSettings
 from etude.cluster.supervisor import ServiceSupervisor
 from etude.errors import EtudeError, InputError
 from etude.evaluation import held_out, statistics
-from etude.evaluation.scorings import record_scoring
 from etude.files import write_atomically
 from etude.rl import best_checkpoint, metrics
 from etude.rl.curriculum import Curriculum, kind_of
 from etude.rl.imitation import check_demonstrations
+from etude.rl.run_evaluations import RunEvaluations
 from etude.rl.services import SAMPLER, TRAINER, WORKER, add_rl_services
 from etude.rl.settings import RlSettings
 from etude.rl.sibling_process import read_siblings
@@ -87,7 +87,7 @@ def run_rl(
             run, settings, layout, queue, evaluations, statuses, tasks, seed, report, evaluation
         )
         services.on_death = orchestrator.on_process_death
-        add_rl_services(services, layout, orchestrator.live.settings, cluster, client.url)
+        add_rl_services(services, layout, orchestrator.live.settings, cluster, client.url, evaluation)
         orchestrate(orchestrator, services)
     with (
         closing(RolloutQueue.open_read_only(layout.slots)) as ended,
@@ -133,7 +133,7 @@ def run_service(
 
 @dataclass(frozen=True)
 class RlTaskSets:
-    """The tasks of a run by name: those to train on, and those of the validation set."""
+    """The tasks of a run by name: those to train on, and as SET/TASK those that are scored while it runs."""
 
     train: dict[str, Task]
     held_out: dict[str, Task]
@@ -154,10 +154,10 @@ def prepare(
             f"rl.tasks has {len(train)} prompts, but {settings.steps} steps of {settings.groups_per_step} groups need "
             f"{needed}, and a prompt is trained on {times}: give more tasks or fewer steps"
         )
-    validation: dict[str, Task] = {}
-    if evaluation:
-        validation = evaluated_tasks(run, evaluation.validation, evaluation.max_tasks)
-    sets = RlTaskSets(train | new_siblings(layout, train), validation)
+    scored: dict[str, Task] = {}
+    for each in evaluation.sets_during_rl().values() if evaluation else ():
+        scored |= evaluated_tasks(run, each.tasks, each.max_tasks)
+    sets = RlTaskSets(train | new_siblings(layout, train), scored)
     write_task_lists(layout, sets.train, sets.held_out)
     return sets
 
@@ -190,6 +190,7 @@ def check_queues(layout: RunLayout, settings: RlSettings) -> None:
     with open_queues(layout) as queues:
         for queue in queues.values():
             queue.release()
+        queues["evaluation"].set_lease(None)
         if settings.control != "imitation" and (last := queues["training"].last_step()) < step:
             raise InputError(
                 f"{layout.slots} records {last} steps, but the trainer's checkpoint is of step {step}: which "
@@ -218,6 +219,20 @@ def named_tasks(directory: Path) -> dict[str, Task]:
 # ------------------------------------------------------------------------------------------ orchestrating
 
 
+def is_over(services: ServiceSupervisor) -> bool:
+    """Return whether the trainer has taken its last step."""
+    trainer = services.services.get(TRAINER)
+    return trainer is not None and trainer.finished
+
+
+def sets_of(tasks: Collection[str]) -> dict[str, list[str]]:
+    """Return tasks named SET/TASK by their set."""
+    found: dict[str, list[str]] = {}
+    for task in tasks:
+        found.setdefault(task.partition("/")[0], []).append(task)
+    return found
+
+
 def step_identity(facts: Facts) -> tuple[Any, ...]:
     """Return an identity that differs between a step and its repetition after going back to a checkpoint."""
     return facts.get("version"), facts.get("wall_s")
@@ -236,20 +251,20 @@ class Orchestrator:
     tasks: RlTaskSets
     seed: int
     report: ProgressCallback
-    evaluation: EvaluationSettings | None = None  # RL looks at its validation set only
+    evaluation: EvaluationSettings | None = None  # RL never looks at its test sets
     clock: Clock = MACHINE_CLOCK
     live: LiveSettings[RlSettings] = field(init=False)  # the settings in force
     logged_steps: int = field(init=False)  # steps whose facts are in the metrics
-    logged_evaluations: set[int] = field(init=False)  # steps whose evaluation is in the metrics
+    scoring: RunEvaluations | None = field(init=False, default=None)
     process_deaths: list[str] = field(init=False, default_factory=list)
     dead_workers: list[str] = field(init=False, default_factory=list)  # whose slots are not requeued yet
     logged_deaths: int = field(init=False, default=0)
     last_step_line: str = field(init=False, default="")  # of the progress line
     served: tuple[int | None, int | None] = field(init=False, default=(None, None))  # oldest, newest step of samplers
     unplaced: set[str] = field(init=False, default_factory=set)  # services that wait for resources
+    evaluating: str = field(init=False, default="")  # which evaluation runs, and how far it is
     judged: object = field(init=False, default=None)  # the evaluations that were judged last
     seen: object = field(init=False, default=None)  # what the last complete tick has seen
-    running_evaluations: int = field(init=False, default=0)  # started and not in the metrics yet
     reported_at: float = field(init=False, default=0.0)
 
     def __post_init__(self) -> None:
@@ -257,12 +272,23 @@ class Orchestrator:
         kinds = {name: kind_of(task) for name, task in self.tasks.train.items()}
         self.curriculum = Curriculum(kinds, self.seed, self.live.settings.curriculum)
         records = self.run.metrics("rl")
-        self.logged_evaluations = {record["step"] for record in records if record.get("evaluation")}
         self.step_records = {record["step"]: record for record in records if not record.get("evaluation")}
         self.step_identities = {step: step_identity(record) for step, record in self.step_records.items()}
         self.logged_steps = max(self.step_records, default=0)
-        self._lineage = -1  # of the evaluations that were checked last
         self._step = 0
+        if self.evaluation is not None:
+            self.scoring = RunEvaluations(
+                self.run,
+                self.layout,
+                self.settings,
+                self.evaluation,
+                self.evaluations,
+                sets_of(self.tasks.held_out),
+                self.statuses.get,
+                ObjectStore(self.layout.store),
+                lambda: self.live.settings.in_flight,
+                self.clock,
+            )
 
     @property
     def step(self) -> int:
@@ -283,15 +309,19 @@ class Orchestrator:
         if seen != self.seen:
             if "began" not in self.run.facts("rl") and self.samplers_have(0):
                 self.run.save_facts("rl", began=self.clock.time())  # the time before was spent loading models
-            self.start_due_evaluation(step)
             self.update_served_step()
             self.start_groups(step)
             self.log_steps(step)
-            self.log_evaluations()
-            self.judge_validation()
             self.seen = seen
+        self.evaluate(step, is_over(services), evaluated)
         self.add_siblings()
-        self.report_status(step, services, state, evaluated)
+        self.report_status(step, services, state)
+
+    def evaluate(self, step: int, over: bool, evaluated: QueueState) -> None:
+        """Do what the evaluations beside training need; `over` is whether training has ended."""
+        if self.scoring is not None:
+            self.scoring.tick(step, over, self.logged_steps, evaluated)
+            self.judge_validation()
 
     def apply_changes(self, services: ServiceSupervisor, step: int) -> None:
         """Apply what was changed in the settings since the last tick, and record it with the next policy step.
@@ -350,31 +380,12 @@ class Orchestrator:
             reason = self.curriculum.exhausted(self.queue) or "no prompt is left"
             write_atomically(self.layout.exhausted, reason)
 
-    def start_due_evaluation(self, step: int) -> None:
-        """Start the evaluation before the first step, or a periodic one. `is_finished` starts the last one."""
-        evaluation = self.evaluation
-        if evaluation is None:
-            return
-        due = step - step % evaluation.every if evaluation.every else 0
-        if due >= self.settings.steps or due in held_out.started(self.evaluations):
-            return
-        if due == 0 or self.samplers_have(due):
-            self.start_evaluation(due)
-            if due and not self.layout.step_file(due).exists():  # the trainer went back to a checkpoint meanwhile
-                held_out.discard_later(self.evaluations, due - 1)
-
-    def start_evaluation(self, step: int) -> None:
-        """Start a validation, and record that the set is scored."""
-        assert self.evaluation is not None
-        key = f"rl/{self.evaluations.lineage()}/{step}"
-        record_scoring(self.run, Path(self.evaluation.validation).name, f"rl step {step}", key)
-        held_out.start(self.evaluations, step, sorted(self.tasks.held_out))
-
     def log_steps(self, step: int) -> None:
         if (valid := self.last_valid_step(step)) < self.logged_steps:  # the trainer went back to a checkpoint
             self.run.rewind("rl", valid)
             self.logged_steps = valid
-            self.logged_evaluations = {logged for logged in self.logged_evaluations if logged <= valid}
+            if self.scoring is not None:
+                self.scoring.forget_after(valid)
         while self.logged_steps < step and (facts := self._step_facts(self.logged_steps + 1)) is not None:
             number = self.logged_steps + 1
             groups = self.queue.groups(facts["groups"])
@@ -412,43 +423,21 @@ class Orchestrator:
             return None
         return facts
 
-    def unlog_lost_evaluations(self) -> None:
-        """Remove the records of evaluations of weights that were lost when the trainer went back to a checkpoint."""
-        if self._lineage == (lineage := self.evaluations.lineage()):
-            return
-        lost = {step for step in self.logged_evaluations if not held_out.is_finished(self.evaluations, step)}
-        if lost:
-            self.run.remove_metrics("rl", lambda record: bool(record.get("evaluation")) and record["step"] in lost)
-        self.logged_evaluations -= lost
-        self._lineage = lineage
-
-    def log_evaluations(self) -> None:
-        self.unlog_lost_evaluations()
-        started = held_out.started(self.evaluations)
-        self.running_evaluations = sum(step not in self.logged_evaluations for step in started)
-        for step in started:
-            if step in self.logged_evaluations or step > self.logged_steps:
-                continue
-            if held_out.is_finished(self.evaluations, step):
-                results = held_out.results(self.evaluations, step)
-                self.run.log("rl", step, evaluation=True, **statistics.summarise(results))
-                self.logged_evaluations.add(step)
-                self.running_evaluations -= 1
-
     def judge_validation(self) -> None:
         """Tell the trainer the scores of evaluated steps, and record that the run ends here if it has collapsed."""
-        if self.judged == (logged := (self._lineage, frozenset(self.logged_evaluations))):
+        assert self.scoring is not None
+        if self.judged == (logged := (self.scoring.lineage, frozenset(self.scoring.validated()))):
             return
         scores = self.scores()
         best_checkpoint.write_scores(self.layout, scores)
-        if reason := best_checkpoint.collapse(self.evaluations, scores, self.settings):
+        if reason := best_checkpoint.collapse(self.evaluations, scores, self.settings, self.scoring.validation):
             write_atomically(self.layout.collapsed, reason, durable=True)
         self.judged = logged
 
     def scores(self) -> dict[int, float]:
         return best_checkpoint.validation_scores(self.run.metrics("rl"))
 
-    def report_status(self, step: int, services: ServiceSupervisor, state: QueueState, evaluated: QueueState) -> None:
+    def report_status(self, step: int, services: ServiceSupervisor, state: QueueState) -> None:
         """Update the progress line and, every second, the orchestrator's own status."""
         counts = state.counts
         in_flight = sum(counts.get(name, 0) for name in IN_FLIGHT_STATES)
@@ -456,23 +445,17 @@ class Orchestrator:
         note += f"  {self.last_step_line}" if self.last_step_line else ""
         if "began" not in self.run.facts("rl"):
             note = "trainer and samplers are starting"
-        elif evaluating := self.evaluation_progress(evaluated):
-            note = f"{evaluating}  {note}"
+        elif self.evaluating:
+            note = f"{self.evaluating}  {note}"
         self.report(step, self.settings.steps, note)
         if self.clock.monotonic() - self.reported_at > STATUS_S:
             self.reported_at = self.clock.monotonic()
+            scoring = self.scoring.facts() if self.scoring is not None else {}
+            self.evaluating = str(scoring.get("evaluates", ""))
             waiting = f"resources: {lacking}" if (lacking := services.waiting_for()) else ""
             facts: Facts = {"counts": counts, "deaths": services.restarts(), "cluster": services.cluster.name}
-            facts |= {"workers": services.count(WORKER), "problem": self.live.problem}
+            facts |= {"workers": services.count(WORKER), "problem": self.live.problem, **scoring}
             self.statuses.report(ORCHESTRATOR, step=step, waiting_for=waiting, **facts)
-
-    def evaluation_progress(self, evaluated: QueueState) -> str:
-        """Describe the progress of a running evaluation; "" if there is none."""
-        if self.evaluation is None or not self.running_evaluations:
-            return ""
-        left = sum(count for state, count in evaluated.counts.items() if state not in ("ready", "trained", "dropped"))
-        total = self.running_evaluations * len(self.tasks.held_out) * self.evaluation.validation_samples
-        return f"evaluated {max(0, total - left)} of {total}"
 
     def on_process_death(self, name: str, reason: str) -> None:
         """Record the death."""
@@ -495,17 +478,9 @@ class Orchestrator:
         """Return whether the trainer has finished and its last weights are evaluated, or the run has collapsed."""
         if self.layout.collapsed.exists():
             return True
-        trainer = services.services.get(TRAINER)
-        if trainer is None or not trainer.finished:
+        if not is_over(services) or self.logged_steps < (step := self.step):
             return False
-        step = self.step
-        if self.logged_steps < step:
-            return False
-        if self.evaluation is None:
-            return True
-        if step not in held_out.started(self.evaluations) and self.samplers_have(step):
-            self.start_evaluation(step)
-        return step in self.logged_evaluations
+        return self.scoring is None or not self.scoring.pending(step, over=True)
 
     def result(self, saved: dict[int, Path]) -> tuple[int, Path]:
         """Return the step and the directory of the stage's model: the best on validation, or the last."""
@@ -518,20 +493,24 @@ class Orchestrator:
         return last, saved[last]
 
     def samplers_have(self, step: int) -> bool:
-        """Return whether every sampler has the weights of this step: the last evaluation is of exactly those."""
+        """Return whether every sampler that serves training has the weights of this step."""
         if (facts := self._step_facts(step) if step else {"version": 0}) is None:
             return False
         return all(loaded is not None and loaded >= facts["version"] for loaded in self.sampler_versions())
 
     def sampler_versions(self) -> list[int | None]:
-        """Return the weight version of each sampler; None for one that has none yet.
+        """Return the weight version of each sampler that serves training; None for one that has none yet.
 
-        One that waits for resources does not count, because it will start with the newest version.
+        One that waits for resources does not count, because it will start with the newest version; nor does one that
+        is leased to an evaluation, or has been and does not have the newest version again.
         """
         names = [f"{SAMPLER}-{number}" for number in range(self.settings.sampler.count)]
         placed = [name for name in names if name not in self.unplaced]
-        found = [self.statuses.get(name) for name in placed or names]
-        return [status.facts.get("version") if status is not None else None for status in found]
+        lease = self.scoring.lease if self.scoring is not None else None
+        leased = lease.samplers if lease is not None and not lease.shared else ()
+        found = {name: self.statuses.get(name) for name in placed or names if name not in leased}
+        facts = [status.facts if status is not None else {} for status in found.values()]
+        return [each.get("version") for each in facts if each.get("leased") is None]
 
     def finish(self, queue: RolloutQueue, evaluations: RolloutQueue) -> Facts:
         """Save the resulting weights as a checkpoint of the run, and return the facts of the stage's summary.
@@ -557,7 +536,8 @@ class Orchestrator:
         elif ended_early and found[-1][0] < self.settings.steps:
             facts["ended_early"] = ended_early
             self.report(step, step, "ended early")
-        if {0, step} <= self.logged_evaluations and step:
-            before, after = (held_out.results(evaluations, each) for each in (0, step))
+        if self.scoring is not None and {0, step} <= self.scoring.validated() and step:
+            name = self.scoring.validation
+            before, after = (held_out.results(evaluations, each, name) for each in (0, step))
             facts["rise"] = statistics.compare(before, after)
         return facts

@@ -110,7 +110,7 @@ async def make_siblings(layout: RunLayout, source: TaskSource, fleet: Fleet, cur
 def measured_tasks(layout: RunLayout) -> list[Path]:
     """Return the tasks of all sets that models of the run are measured on."""
     evaluation = load_evaluation(layout)
-    names = (evaluation.validation, *evaluation.test) if evaluation else ()
+    names = [name for _, name in evaluation.measured()] if evaluation else []
     sets = [Path(name) if os.path.isabs(name) else layout.artefacts / f"tasks-{name}" for name in names]
     return [task for directory in sets for task in find_tasks(directory)]
 

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,8 +46,9 @@ from etude.rl.objective import PolicyGradient
 from etude.rl.services import TRAINER
 from etude.rl.settings import OBJECTIVES, RlSettings, open_rl_run
 from etude.rollouts.live_settings import LiveSettings, differing, record_changes
+from etude.rollouts.queue import REPLACED
 from etude.rollouts.queue_client import AnyQueue, QueueClient
-from etude.rollouts.settings import load_evaluation, load_queues
+from etude.rollouts.settings import EvaluationSettings, QueueName, load_evaluation, load_queues
 from etude.rollouts.stored_traces import StoredTraces
 from etude.runs.client import RunClient
 from etude.runs.layout import RunLayout
@@ -121,25 +121,50 @@ def joined_mesh(settings: RlSettings) -> Iterator[TrainingMesh | None]:
 @contextmanager
 def open_loop(layout: RunLayout, settings: RlSettings, mesh: TrainingMesh | None = None) -> Iterator[RlLoop]:
     """Give the learning loop, restored from the newest intact checkpoint, with its weights being published."""
-    with (
-        open_learner(layout, settings, mesh, session := take_over(layout)) as learner,
-        closing(RunClient.beside(layout, on_problem=say_problem)) as client,
-    ):
-        yield resumed_loop(layout, settings, learner, client, session)
+    with closing(RunClient.beside(layout, on_problem=say_problem)) as client:
+        queues, session = take_over(layout, client)
+        with open_learner(layout, settings, mesh, session) as learner:
+            yield resumed_loop(layout, settings, learner, queues, session)
 
 
-def resumed_loop(layout: RunLayout, settings: RlSettings, learner: Learner, client: RunClient, session: str) -> RlLoop:
-    """Return the loop that continues with a learner; the queues go back to its step, and its weights are published."""
+def take_over(layout: RunLayout, client: RunClient) -> tuple[dict[QueueName, QueueClient], int]:
+    """Begin a session of the trainer; return the queues, and its number.
+
+    An earlier trainer may still run, on a node that the cluster has given up: from now on nothing that it asks of the
+    queues is done, and it neither writes nor removes checkpoints and facts of steps. The file is on their disk: the
+    trainer that has written it last has the highest number, in whatever order their requests arrive.
+    """
     client.connect()
-    queues = {name: QueueClient(client, name, found, session) for name, found in load_queues(layout).items()}
-    for each in queues.values():
-        each.begin_session()
-    queue, evaluations, every = queues["training"], None, 0
-    if evaluation := load_evaluation(layout):
-        every, evaluations = evaluation.every, queues["evaluation"]
+    queues = {name: QueueClient(client, name, found) for name, found in load_queues(layout).items()}
+    known = [queue.trainer_session() for queue in queues.values()]
+    with suppress(FileNotFoundError):
+        known.append(int(layout.trainer_session.read_text(encoding="ascii")))
+    session = max(known) + 1
+    write_atomically(layout.trainer_session, str(session))
+    for queue in queues.values():
+        queue.begin_session(session)
+    return queues, session
+
+
+def check_session(layout: RunLayout, session: int) -> None:
+    """Raise EtudeError if a later session of the trainer has begun."""
+    if int(layout.trainer_session.read_text(encoding="ascii")) != session:
+        raise EtudeError(REPLACED)
+
+
+def resumed_loop(
+    layout: RunLayout,
+    settings: RlSettings,
+    learner: Learner,
+    queues: Mapping[QueueName, QueueClient],
+    session: int,
+) -> RlLoop:
+    """Return the loop that continues with a learner; the queues go back to its step, and its weights are published."""
+    queue, evaluation = queues["training"], load_evaluation(layout)
+    evaluations = queues["evaluation"] if evaluation else None
     trainer = learner.trainer
     # Before the queues are rewound: ready groups must not look stale to the orchestrator.
-    remove_later_steps(layout, trainer.step_count)
+    remove_later_steps(layout, session, trainer.step_count)
     queue.rewind(trainer.step_count)
     if evaluations is not None:
         held_out.rewind(evaluations, trainer.step_count)
@@ -156,10 +181,11 @@ def resumed_loop(layout: RunLayout, settings: RlSettings, learner: Learner, clie
         max(queue.newest_version(), -1 if stored is None else stored),
         seed=run_seed(layout),
         reward_weights=live_rewards(LiveSettings(layout, RlSettings)),
-        validate_every=every,
-        blocked_by=evaluation_blocker(evaluations, partial(blocking_evaluation, settings, every, trainer)),
+        evaluation=evaluation,
+        lineage=evaluations.lineage() if evaluations is not None else 0,
+        pins=needed_versions(evaluation, evaluations, trainer.step_count),
         record_step=partial(record_step, layout, session),
-        clock=client.clock,
+        clock=learner.publisher.clock,
     )
     publish(loop)
     return loop
@@ -167,13 +193,12 @@ def resumed_loop(layout: RunLayout, settings: RlSettings, learner: Learner, clie
 
 @contextmanager
 def open_learner(
-    layout: RunLayout, settings: RlSettings, mesh: TrainingMesh | None, session: str = ""
+    layout: RunLayout, settings: RlSettings, mesh: TrainingMesh | None, session: int = 0
 ) -> Iterator[Learner]:
     """Give this rank of the trainer, restored from the newest intact checkpoint; the first one has a `session`."""
     trainer = open_trainer(layout, settings, mesh)
     tokenizer, weights = Tokenizer.load(layout.model), settings.weights
     evaluation, live = load_evaluation(layout), LiveSettings(layout, RlSettings)
-    every = evaluation.every if evaluation else 0
     with Publisher(
         ObjectStore(layout.store),
         full_every=weights.full_every,
@@ -190,7 +215,7 @@ def open_learner(
             tokenizer.end_of_text,
             load_trace=trace_loader(layout),
             demonstrations=open_demonstrations(layout, settings, trainer, tokenizer.end_of_text),
-            save=lambda: write_checkpoint(layout, trainer, tokenizer, live.current(), every, session),
+            save=lambda: write_checkpoint(layout, trainer, tokenizer, live.current(), evaluation, session),
         )
 
 
@@ -324,34 +349,13 @@ def open_demonstrations(
     return demonstration_steps(mixture, settings, config, step, padding, *ranks)
 
 
-def blocking_evaluation(settings: RlSettings, validate_every: int, trainer: Trainer) -> int:
-    """Return the step whose evaluation must end before the next step: the first or, with imitation, the last due.
-
-    RL waits for rollouts of its own. Steps of imitation take no time: later weights would answer the evaluation.
-    """
-    step = trainer.step_count
-    return step - step % validate_every if settings.control == "imitation" and validate_every else 0
-
-
-def evaluation_blocker(evaluations: AnyQueue | None, due: Callable[[], int]) -> Callable[[], str]:
-    """Return a function that says which evaluation blocks the next step: that of exactly the weights of step `due`."""
-    finished: set[int] = set()
-    last: tuple[tuple[int, int], str] | None = None  # step and changes of the queue, and what was said then
-
-    def blocked_by() -> str:
-        nonlocal last
-        if evaluations is None or (step := due()) in finished:
-            return ""
-        state = evaluations.state()
-        if last is not None and last[0] == (step, state.changes):
-            return last[1]
-        if held_out.is_finished(evaluations, step):
-            finished.add(step)
-            return ""
-        last = (step, state.changes), f"the evaluation at step {step}: {state.waiting_for}"
-        return last[1]
-
-    return blocked_by
+def needed_versions(
+    evaluation: EvaluationSettings | None, evaluations: AnyQueue | None, step: int
+) -> dict[int, list[int]]:
+    """Return the weight versions of all evaluated steps up to `step`, whether their evaluations have ended or not."""
+    if evaluation is None or evaluations is None:
+        return {}
+    return {each: evaluations.versions_of(each) for each in range(step + 1) if evaluation.due_sets(each)}
 
 
 @contextmanager
@@ -382,22 +386,6 @@ def reporting_status(statuses: StatusReader) -> Iterator[Callable[..., None]]:
 # ------------------------------------------------------------------------------------------ checkpoints
 
 
-def take_over(layout: RunLayout) -> str:
-    """Begin a session of the trainer and return it: an earlier one that still runs somewhere writes nothing any more.
-
-    That of a node which the cluster had given up would leave the checkpoint of a step that is taken again.
-    """
-    session = secrets.token_hex(8)
-    write_atomically(layout.trainer_session, session)
-    return session
-
-
-def check_session(layout: RunLayout, session: str) -> None:
-    """Raise EtudeError if another session of the trainer has begun."""
-    if layout.trainer_session.read_text(encoding="ascii") != session:
-        raise EtudeError("this trainer was replaced: another process trains the run")
-
-
 def checkpoints(layout: RunLayout) -> list[tuple[int, Path]]:
     """Return the trainer's checkpoints with their steps, oldest first."""
     return sorted((int(path.name), path) for path in layout.trainer.glob("[0-9]*") if path.name.isdigit())
@@ -425,7 +413,12 @@ def _digest(checkpoint: Path) -> str:
 
 
 def write_checkpoint(
-    layout: RunLayout, trainer: Trainer, tokenizer: Tokenizer, settings: RlSettings, validate_every: int, session: str
+    layout: RunLayout,
+    trainer: Trainer,
+    tokenizer: Tokenizer,
+    settings: RlSettings,
+    evaluation: EvaluationSettings | None,
+    session: int,
 ) -> None:
     """Write a checkpoint under a temporary name, rename it when it is complete, and delete old ones.
 
@@ -448,7 +441,7 @@ def write_checkpoint(
         seal_draft(draft, step)
     except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a full disk
         raise EtudeError(f"{draft}: the checkpoint cannot be written: {error}") from error
-    commit_checkpoint(layout, draft, step, settings, validate_every, session)
+    commit_checkpoint(layout, draft, step, settings, evaluation, session)
 
 
 def seal_draft(draft: Path, step: int) -> None:
@@ -457,14 +450,20 @@ def seal_draft(draft: Path, step: int) -> None:
 
 
 def commit_checkpoint(
-    layout: RunLayout, draft: Path, step: int, settings: RlSettings, validate_every: int, session: str
+    layout: RunLayout,
+    draft: Path,
+    step: int,
+    settings: RlSettings,
+    evaluation: EvaluationSettings | None,
+    session: int,
 ) -> None:
     """Give a complete checkpoint its name, and delete old ones; EtudeError if another process trains the run now."""
     check_session(layout, session)
     final = layout.trainer / f"{step:06d}"
     commit_directory(draft, final)
     found = dict(checkpoints(layout))
-    for old in found.keys() - kept_steps(found.keys(), settings, read_scores(layout), validate_every):
+    every = evaluation.every if evaluation else 0
+    for old in found.keys() - kept_steps(found.keys(), settings, read_scores(layout), every):
         shutil.rmtree(found[old])
 
 
@@ -474,14 +473,15 @@ def new_draft(draft: Path) -> None:
     draft.mkdir(parents=True)
 
 
-def record_step(layout: RunLayout, session: str, step: int, facts: dict[str, Any]) -> None:
+def record_step(layout: RunLayout, session: int, step: int, facts: dict[str, Any]) -> None:
     """Write the facts of a step; durably, because the checkpoint that follows it is durable too."""
     check_session(layout, session)
     write_atomically(layout.step_file(step), json.dumps(facts), durable=True)
 
 
-def remove_later_steps(layout: RunLayout, step: int) -> None:
+def remove_later_steps(layout: RunLayout, session: int, step: int) -> None:
     """Remove the facts of steps that will be taken again."""
+    check_session(layout, session)
     for path in layout.steps.glob("[0-9]*.json"):
         if int(path.stem) > step:
             path.unlink()

@@ -16,12 +16,15 @@ worker's heartbeat requeues what that worker was given and does not know.
 
 import json
 import sqlite3
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from etude.errors import EtudeError, InputError
+from etude.rollouts.leases import LEASE_S, EvaluationLease
 from etude.rollouts.queue_reader import AFTER_ANY, QueueReader
 from etude.rollouts.queue_reader import IN_FLIGHT as IN_FLIGHT
 from etude.rollouts.queue_records import HeldSlot, ReadyGroup, Slot, StepOffer
@@ -41,6 +44,7 @@ from etude.rollouts.step_choice import GroupAge, choose_groups
 
 SlotState = Literal["queued", "starting", "running", "grading", "ready"]
 REQUEUE = "state='queued', worker='', lease=0"
+REPLACED = "this trainer was replaced: another process trains the run"
 CLAIMED_BY = "worker = ? AND worker != ''"  # as the index of workers needs it
 
 
@@ -127,6 +131,18 @@ class RolloutQueue(QueueReader):
                 if value is not None:
                     db.execute("INSERT OR REPLACE INTO plan VALUES (?, ?)", (key, str(value)))
 
+    # ------------------------------------------------------------------------------------------ leases of samplers
+
+    def set_lease(self, lease: EvaluationLease | None, now: float | None = None) -> None:
+        """Lease samplers to an evaluation for `LEASE_S` from now, in place of any earlier lease; None: end it."""
+        now = time.time() if now is None else now
+        with self._transaction() as db:
+            if lease is None:
+                db.execute("DELETE FROM plan WHERE key = 'lease'")
+            else:
+                text = json.dumps(vars(replace(lease, expires=now + LEASE_S)))
+                db.execute("INSERT OR REPLACE INTO plan VALUES ('lease', ?)", (text,))
+
     # ------------------------------------------------------------------------------------------ workers
 
     def enlist(self, worker: str, session: str) -> int:
@@ -157,8 +173,10 @@ class RolloutQueue(QueueReader):
         found = self.claim_many(worker, 1, now)
         return found[0] if found else None
 
-    def claim_many(self, worker: str, count: int, now: float, *, session: str = "", request: int = 0) -> list[Slot]:
-        """Claim at most `count` queued slots until their leases expire.
+    def claim_many(
+        self, worker: str, count: int, now: float, *, session: str = "", request: int = 0, prefix: str = ""
+    ) -> list[Slot]:
+        """Claim at most `count` queued slots, of tasks with this prefix, until their leases expire.
 
         Slots of started groups come first; among new groups, those expected to take longest. A request of a session
         that was handled before returns the same slots again, as far as they are still claimed.
@@ -172,13 +190,14 @@ class RolloutQueue(QueueReader):
             ).fetchall()
             if asked:
                 return [self.slot(row["id"]) for row in asked]
-        if not self.claimable():
+        if count < 1 or not self.claimable():
             return []  # without taking the lock
         with self._transaction() as db:
+            among = "AND grp IN (SELECT id FROM groups WHERE task >= ? AND task < ?)" if prefix else ""
             rows = db.execute(
-                """SELECT id FROM slots INDEXED BY slots_to_claim WHERE state = 'queued' AND fate = 'open'
-                   ORDER BY started DESC, attempt > 0 DESC, expected DESC, grp, number LIMIT ?""",
-                (min(count, self.claimable()),),
+                f"""SELECT id FROM slots INDEXED BY slots_to_claim WHERE state = 'queued' AND fate = 'open' {among}
+                    ORDER BY started DESC, attempt > 0 DESC, expected DESC, grp, number LIMIT ?""",
+                (*((prefix, prefix + AFTER_ANY) if prefix else ()), min(count, self.claimable())),
             ).fetchall()
             for row in rows:
                 db.execute(
@@ -259,9 +278,10 @@ class RolloutQueue(QueueReader):
         self._report(slot, f"failures=failures+1, note=?, {REQUEUE}{resume}", (why,))
         self._drop_failed_groups()
 
-    def release_slot(self, slot: Slot, why: str) -> None:
-        """Requeue a slot that its worker cannot run, without counting a failure."""
-        self._report(slot, f"note=?, {REQUEUE}", (why,))
+    def release_slot(self, slot: Slot, why: str, *, keep_resume: bool = True) -> None:
+        """Requeue a slot that its worker cannot run, or whose result cannot be used, without counting a failure."""
+        resume = "" if keep_resume else ", resume=''"
+        self._report(slot, f"note=?, {REQUEUE}{resume}", (why,))
 
     def release(self, worker: str = "") -> int:
         """Requeue the slots of a worker (or of all) that has ended, without counting a failure; return how many."""
@@ -324,13 +344,20 @@ class RolloutQueue(QueueReader):
 
     # ------------------------------------------------------------------------------------------ the trainer
 
-    def begin_session(self, session: str) -> None:
-        """Begin a session of the trainer: from now on requests of earlier ones are refused."""
-        with self._transaction() as db:
-            if self._trainer()[0] != session:  # else asked twice
+    def trainer_session(self) -> int:
+        """Return the number of the trainer's present session; 0 before the first."""
+        return self._trainer()[0]
+
+    def begin_session(self, session: int) -> None:
+        """Begin a session of the trainer: from now on requests of those with lower numbers are refused."""
+        with self._transaction(durable=True) as db:
+            present, *_ = self._trainer()
+            if session < present:
+                raise SupersededWorker(REPLACED)
+            if session > present:  # else asked twice
                 db.execute("INSERT OR REPLACE INTO plan VALUES ('trainer', ?)", (json.dumps((session, 0, None)),))
 
-    def apply_once(self, session: str, request: int, apply: Callable[[], Any]) -> Any:
+    def apply_once(self, session: int, request: int, apply: Callable[[], Any]) -> Any:
         """Apply a numbered request of the trainer's session; return its result, also when it is asked again.
 
         A request may arrive long after its sender has died, or has sent others: it is refused. A late `rewind` would
@@ -338,7 +365,7 @@ class RolloutQueue(QueueReader):
         """
         present, last, result = self._trainer()
         if session != present:
-            raise SupersededWorker("this trainer was replaced: another process trains this run")
+            raise SupersededWorker(REPLACED)
         if request < last:
             raise SupersededWorker(f"request {request} of the trainer comes late: {last} was handled before")
         if request > last:
@@ -347,10 +374,10 @@ class RolloutQueue(QueueReader):
                 db.execute("UPDATE plan SET value=? WHERE key='trainer'", (json.dumps((session, request, result)),))
         return result
 
-    def _trainer(self) -> tuple[str, int, Any]:
+    def _trainer(self) -> tuple[int, int, Any]:
         """Return the trainer's session, its last request, and the result of that."""
         row = self._db.execute("SELECT value FROM plan WHERE key='trainer'").fetchone()
-        return tuple(json.loads(row["value"])) if row is not None else ("", 0, None)
+        return tuple(json.loads(row["value"])) if row is not None else (0, 0, None)
 
     def ready(self, step: int) -> list[ReadyGroup]:
         """Return the groups that are complete and not too stale for the trainer at `step`, the stalest first."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias, TypeVar, cast
 
 from etude.harness.trace_store import from_json
+from etude.rollouts.leases import EvaluationLease
 from etude.rollouts.queue import RolloutQueue, StaleClaim, SupersededWorker
 from etude.rollouts.queue_records import GroupProgress, GroupRecord, Incident, QueueState, ReadyGroup, StepOffer
 from etude.rollouts.settings import QueueName, QueueSettings
@@ -30,9 +31,9 @@ def call(client: RunClient, path: str, body: Any, **options: Any) -> Any:
 class QueueClient:
     """One rollout queue of a run, for the trainer, the orchestrator and other processes beside the run directory."""
 
-    def __init__(self, client: RunClient, name: QueueName, settings: QueueSettings, session: str = "") -> None:
+    def __init__(self, client: RunClient, name: QueueName, settings: QueueSettings) -> None:
         self.client, self.name, self.settings = client, name, settings
-        self.session, self._request = session, 0  # of the trainer
+        self.session = self._request = 0  # of the trainer
 
     def _call(self, method: str, kind: Any, /, **arguments: Any) -> Any:
         """Return the result of a method of the queue, which is of type `kind`."""
@@ -54,6 +55,9 @@ class QueueClient:
 
     def set_served_step(self, step: int, newest: int | None = None) -> None:
         self._call("set_served_step", None, step=step, newest=newest)
+
+    def set_lease(self, lease: EvaluationLease | None) -> None:
+        self._call("set_lease", None, lease=lease)
 
     def groups_to_start(self, *, fresh: bool = True, steps_left: int | None = None) -> int:
         return cast(int, self._call("groups_to_start", int, fresh=fresh, steps_left=steps_left))
@@ -85,9 +89,13 @@ class QueueClient:
             offer = self.offer(step)
         return None if offer.groups is None else list(offer.groups)
 
-    def begin_session(self) -> None:
+    def trainer_session(self) -> int:
+        return cast(int, self._call("trainer_session", int))
+
+    def begin_session(self, session: int) -> None:
         """Take the place of any earlier trainer, whose requests are refused from now on."""
-        self._call("begin_session", None, session=self.session)
+        self._call("begin_session", None, session=session)
+        self.session = session
 
     def awaited_tasks(self, step: int) -> list[str]:
         return list(self._call("awaited_tasks", list[str], step=step))
@@ -138,6 +146,12 @@ class QueueClient:
 
     def step_of(self, number: int) -> int:
         return cast(int, self._call("step_of", int, number=number))
+
+    def versions_of(self, step: int) -> list[int]:
+        return list(self._call("versions_of", list[int], step=step))
+
+    def lease(self) -> EvaluationLease | None:
+        return cast("EvaluationLease | None", self._call("lease", EvaluationLease | None))
 
     def newest_version(self) -> int:
         return cast(int, self._call("newest_version", int))

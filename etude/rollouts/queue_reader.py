@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from etude.errors import InputError
+from etude.rollouts.leases import EvaluationLease
 from etude.rollouts.queue_records import (
     GroupEffort,
     GroupProgress,
@@ -23,7 +24,7 @@ from etude.rollouts.queue_records import (
     ReadyGroup,
     Slot,
 )
-from etude.rollouts.queue_schema import LAST_STEP, OLDEST_STEP, VERSION
+from etude.rollouts.queue_schema import LAST_STEP, OLDEST_STEP, SHARED_STEP, VERSION
 from etude.rollouts.settings import QueueSettings
 
 IN_FLIGHT_STATES = ("starting", "running", "grading")
@@ -178,6 +179,22 @@ class QueueReader:
     def newest_version(self) -> int:
         """Return the newest weight version, whether its upload has finished or not; -1 before the first."""
         return int(self._scalar("SELECT COALESCE(MAX(number), -1) FROM versions"))
+
+    def versions_of(self, step: int) -> list[int]:
+        """Return the weight versions of a policy step that were not lost, oldest first; uploaded or not."""
+        rows = self._db.execute(
+            f"SELECT number FROM versions v WHERE v.step = ? AND {SHARED_STEP} = v.step ORDER BY number", (step,)
+        ).fetchall()
+        return [row["number"] for row in rows]
+
+    def lease(self, now: float | None = None) -> EvaluationLease | None:
+        """Return the lease of samplers to an evaluation; None if there is none, or it has expired."""
+        row = self._db.execute("SELECT value FROM plan WHERE key = 'lease'").fetchone()
+        if row is None:
+            return None
+        found = json.loads(row["value"])
+        lease = EvaluationLease(**found | {"samplers": tuple(found["samplers"])})
+        return lease if lease.expires > (time.time() if now is None else now) else None
 
     def lineage(self) -> int:
         """Return how often the trainer has gone back to a checkpoint."""

@@ -34,6 +34,7 @@ from starlette.routing import Route
 from etude.errors import EtudeError, InputError
 from etude.harness.trace_store import from_json
 from etude.inference.latency import Histogram
+from etude.rollouts.leased_evaluations import LeasedEvaluations
 from etude.rollouts.live_settings import LiveSettings
 from etude.rollouts.queue import RolloutQueue, StaleClaim, SupersededWorker
 from etude.rollouts.queue_records import HeldSlot, Slot
@@ -75,6 +76,7 @@ QUEUE_METHODS = frozenset(
             "offer",
             "awaited_tasks",
             "judge",
+            "trainer_session",
             "begin_session",
             "mark_trained",
             "record_version",
@@ -84,6 +86,7 @@ QUEUE_METHODS = frozenset(
             "step_of",
         ),
         *("state", "alike_groups", "group", "groups", "progress", "numbers", "incidents"),
+        *("lease", "set_lease", "versions_of"),
     }
 )
 
@@ -106,6 +109,7 @@ class RunService:
         self.draining: dict[str, str] = {}  # sessions of workers that shall end, by name
         self.files = RunFiles(layout)
         self.board = StatusBoard.restored(layout)
+        self.leased = LeasedEvaluations(queues, self.board)
         self.work = Bell()  # rings when slots can be claimed
         self.sampler_news = Bell()  # rings when samplers have changed, a moment later if they did just before
         self._prepared = (float("-inf"), frozenset[str]())  # when it was looked up; snapshots that workers keep ready
@@ -113,6 +117,7 @@ class RunService:
         self._told = (self.board.sampler_changes, float("-inf"))  # changes when it rang last, and the time
         self.requests: Counter[str] = Counter()
         self.latency = Histogram(LATENCY_S)
+        self.leased.read(self.clock.time())
 
     # ------------------------------------------------------------------------------------------ workers
 
@@ -158,8 +163,11 @@ class RunService:
             return found
         now, session = self.clock.time(), {"session": wanted["session"], "request": wanted["request"]}
         for queue in (queue for queue in QUEUES if queue in self.queues):
-            if (left := int(wanted["count"]) - len(found)) > 0:
-                found += [(queue, slot) for slot in self.queues[queue].claim_many(name, left, now, **session)]
+            left, prefix = int(wanted["count"]) - len(found), ""
+            if self.leased.includes(queue):
+                left, prefix = min(left, self.leased.room()), self.leased.prefix()
+            slots = self.queues[queue].claim_many(name, left, now, prefix=prefix, **session)
+            found += [(queue, slot) for slot in slots]
         return found
 
     async def heartbeat(self, request: Request) -> Any:
@@ -223,7 +231,12 @@ class RunService:
         elif kind == "checkpoint":
             queue.checkpoint(slot, facts["resume"], self.clock.time())
         elif kind == "finish":
-            queue.finish(slot, facts["reward"], facts["trace"], (int(facts["versions"][0]), int(facts["versions"][1])))
+            versions = int(facts["versions"][0]), int(facts["versions"][1])
+            if self.leased.includes(request.path_params["queue"]) and not self.leased.counts(slot.task, versions):
+                why = f"weight versions {versions[0]} to {versions[1]} are not all of the evaluated step"
+                queue.release_slot(slot, why, keep_resume=False)
+            else:
+                queue.finish(slot, facts["reward"], facts["trace"], versions)
         elif kind == "fail":
             queue.fail(slot, facts["why"], keep_resume=facts["keep_resume"])
         elif kind == "release":
@@ -261,8 +274,12 @@ class RunService:
         arguments = {key: from_json(hints[key], value, f"{name}.{key}") for key, value in given.items()}
         arguments |= {"now": self.clock.time()} if "now" in hints else {}
         if sender is None:
-            return method(**arguments)
-        return queue.apply_once(str(sender[0]), int(sender[1]), partial(method, **arguments))
+            found = method(**arguments)
+        else:
+            found = queue.apply_once(int(sender[0]), int(sender[1]), partial(method, **arguments))
+        if name == "set_lease":
+            self.leased.read(self.clock.time())
+        return found
 
     # ------------------------------------------------------------------------------------------ statuses
 
@@ -273,7 +290,10 @@ class RunService:
         return self.board.ages(self.clock.time()) | {RUN_SERVICE: self.own_status() | {"age_s": 0.0}}
 
     async def report_status(self, request: Request) -> Any:
-        self.board.report(request.path_params["name"], await read_json(request), self.clock.time())
+        """Record a status; return the lease of a sampler that has one."""
+        name, now = request.path_params["name"], self.clock.time()
+        self.board.report(name, await read_json(request), now)
+        return self.board.instructions(name, now)
 
     async def forget_status(self, request: Request) -> Any:
         self.board.forget(request.path_params["name"])
@@ -288,7 +308,7 @@ class RunService:
 
         if self.board.sampler_changes == seen:
             await cancel_on_disconnect(request, wait())
-        return {"seen": self.board.sampler_changes, "samplers": self.board.samplers}
+        return {"seen": self.board.sampler_changes, "samplers": self.board.shown()}
 
     def own_status(self) -> dict[str, Any]:
         return status_facts(state="ready", requests=self.requests.total(), workers_waiting=len(self.work))
@@ -368,6 +388,7 @@ class RunService:
             with suppress(sqlite3.OperationalError, OSError):  # a full disk: the next time may succeed
                 for name, queue in self.queues.items():
                     queue.reconcile(now, queue.last_step() if name == "training" else NO_STEP)
+                self.leased.read(now)  # the lease may have expired
                 self.apply_changes()
                 self.board.expire(now)
                 if now >= copy_at:
@@ -379,7 +400,7 @@ class RunService:
     def ring(self) -> None:
         """Wake as many waiting workers as there are slots to claim, and all if samplers have changed."""
         if len(self.work):
-            self.work.ring(sum(queue.claimable() for queue in self.queues.values()))
+            self.work.ring(sum(map(self.leased.claimable, self.queues)))
         changes, now = self.board.sampler_changes, self.clock.monotonic()
         if changes != self._told[0] and now - self._told[1] >= NEWS_S:
             self._told = changes, now

@@ -1,8 +1,9 @@
 """A policy over all samplers of a run, which may die, hang and be restarted elsewhere while requests are in flight.
 
-The run service says where the samplers are. A session stays with one sampler, which has its prefix cached; new
-sessions go to the sampler with the fewest requests. A request is only token ids, so a lost one is sent again, to the
-same or another sampler, until a deadline: then SamplersUnavailable says what was waited for.
+The run service says where the samplers are, and which are leased to an evaluation: those serve its sessions only. A
+session stays with one sampler, which has its prefix cached; new sessions go to the sampler with the fewest requests. A
+request is only token ids, so a lost one is sent again, to the same or another sampler, until a deadline: then
+SamplersUnavailable says what was waited for.
 """
 
 import asyncio
@@ -11,18 +12,21 @@ import random
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
 from etude.errors import EtudeError, InputError
+from etude.harness.trace_store import from_json
 from etude.inference.clients.http import HttpPolicy
 from etude.inference.clients.transport import RetryPolicy, ServerError, ServerUnreachable, Transport
 from etude.inference.known_routing import RoutingCache
 from etude.inference.policy import PolicyBase, Weights
 from etude.inference.request import Completion
 from etude.inference.sampling import Sampling
+from etude.inference.settings import EVALUATION
+from etude.rollouts.leases import EvaluationLease
 from etude.runs.client import LONG_POLL_S, RunClient
 from etude.runs.member import RunMember
 
@@ -74,6 +78,15 @@ class SamplerEndpoint:
 
     def usable(self, now: float) -> bool:
         return self.ready and not self.abandoned and self.retry_at <= now
+
+    def serves(self, step: int | None) -> bool:
+        """Return whether it serves the evaluation of this step; None: training."""
+        found = self.status.get("lease")
+        lease = None if found is None else from_json(EvaluationLease, found, "lease")
+        if step is not None:
+            return lease is not None and lease.step == step and lease.is_served_with(self.status["version"])
+        free = lease is None or lease.shared
+        return free and self.status.get("purpose") != EVALUATION and self.status.get("leased") is None
 
     def on_success(self) -> None:
         self.failures = 0
@@ -173,12 +186,19 @@ class SamplerPool(PolicyBase):
 
     # ------------------------------------------------------------------------------------------- requests
 
-    async def complete_many(self, tokens: Sequence[int], sampling: Sampling, *, session: str = "") -> list[Completion]:
+    def for_evaluation(self, step: int) -> "LeasedSamplers":
+        """Return the samplers that are leased to the evaluation of a step as one policy."""
+        return LeasedSamplers(self, step)
+
+    async def complete_many(
+        self, tokens: Sequence[int], sampling: Sampling, *, session: str = "", step: int | None = None
+    ) -> list[Completion]:
+        """Return completions of one prompt, for training or for the evaluation of a `step`."""
         if self._health_task is None:
             self._health_task = asyncio.create_task(self._health_loop())
         losses, deadline = 0, time.monotonic() + self.deadline_s
         while True:
-            endpoint = await self._choose_endpoint(session, deadline)
+            endpoint = await self._choose_endpoint(session, step, deadline)
             started = time.monotonic()
             try:
                 found = await self._send(endpoint, tokens, sampling, session)
@@ -219,20 +239,22 @@ class SamplerPool(PolicyBase):
         finally:
             endpoint.requests.discard(task)
 
-    async def _choose_endpoint(self, session: str, deadline: float) -> SamplerEndpoint:
+    async def _choose_endpoint(self, session: str, step: int | None, deadline: float) -> SamplerEndpoint:
         """Return the session's sampler, or the least loaded one; wait until one is usable."""
-        usable = await self._usable_endpoints(deadline)
+        usable = await self._usable_endpoints(deadline, lambda endpoint: endpoint.serves(step))
         previous = self._session_samplers.get(session) if session else None
         if previous in usable:
             return self._assign(session, usable[previous])
         return self._assign(session, min(usable.values(), key=lambda endpoint: endpoint.load))
 
-    async def _usable_endpoints(self, deadline: float) -> dict[str, SamplerEndpoint]:
-        """Return the usable samplers by name; wait until there is at least one."""
+    async def _usable_endpoints(
+        self, deadline: float, serves: Callable[[SamplerEndpoint], bool] = lambda endpoint: True
+    ) -> dict[str, SamplerEndpoint]:
+        """Return the usable samplers by name, of those that serve a request; wait until there is at least one."""
         while not self._closed:
             self._refresh()
             now = time.monotonic()
-            usable = {name: endpoint for name, endpoint in self._endpoints.items() if endpoint.usable(now)}
+            usable = {name: each for name, each in self._endpoints.items() if each.usable(now) and serves(each)}
             if usable:
                 return usable
             if now >= deadline:
@@ -328,11 +350,32 @@ class SamplerPool(PolicyBase):
             known = self._endpoints.get(name)
             if status["state"] == "ready":
                 problem = known.problem if known is not None else ""
+                if not problem and (lease := status.get("lease")) is not None:
+                    problem = f"it serves the evaluation of step {lease['step']}"
             else:
                 reason = status["waiting_for"] or status["problem"]
                 problem = f"{status['state']}: {reason}" if reason else status["state"]
             found.append(f"{name}: {problem}")
         return "; ".join(found) or f"there is none: {self.directory.problem or 'no sampler has reported'}"
+
+
+class LeasedSamplers(PolicyBase):
+    """The samplers of a pool that are leased to the evaluation of a policy step."""
+
+    def __init__(self, pool: SamplerPool, step: int) -> None:
+        self.pool, self.step = pool, step
+
+    async def complete_many(self, tokens: Sequence[int], sampling: Sampling, *, session: str = "") -> list[Completion]:
+        return await self.pool.complete_many(tokens, sampling, session=session, step=self.step)
+
+    async def load(self, weights: Weights, version: int) -> None:
+        await self.pool.load(weights, version)
+
+    async def version(self) -> int:
+        return await self.pool.version()
+
+    async def close(self) -> None:
+        """Do nothing: the pool is closed by its owner."""
 
 
 def _process(status: dict[str, Any]) -> tuple[str, int, str]:

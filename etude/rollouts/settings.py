@@ -5,6 +5,7 @@
 """
 
 import math
+import os
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -13,7 +14,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from etude.config import AbsolutePath, NameOrPath, Settings, StageSettings, load_table, made_by, read_toml
 from etude.errors import InputError
 from etude.harness.profile import SessionSettings
-from etude.inference.settings import SamplerRunSettings
+from etude.inference.settings import SamplerRunSettings, SamplerSettings
 from etude.pods.settings import PodSettings
 from etude.rewards.effort import EffortSettings
 from etude.rewards.reward import check_weights
@@ -146,6 +147,26 @@ class EvaluationSessions(WorkerSettings, SamplerRunSettings):
         return self
 
 
+class BenchmarkSettings(Settings):
+    """A task set that is scored while RL runs, at an interval of its own. Nothing is chosen by it."""
+
+    tasks: NameOrPath = Field(description="task set: by name, or a directory; not one of evaluation.test")
+    every: int = Field(
+        default=0, ge=0, description="policy steps between its evaluations; 0: before the first and after the last"
+    )
+    samples: int = Field(default=1, ge=1, le=64, description="sessions per task")
+    max_tasks: int | None = Field(default=None, ge=1, description="score at most this many tasks, evenly spread")
+
+    @property
+    def name(self) -> str:
+        """The name of the set: that of a directory is its last part."""
+        return Path(self.tasks).name
+
+    def is_due(self, step: int) -> bool:
+        """Return whether the set is scored at a step before the last one."""
+        return step == 0 or bool(self.every and step % self.every == 0)
+
+
 class EvaluationSettings(StageSettings):
     """Measure the model of every stage on held-out tasks, through the workers and samplers of RL."""
 
@@ -165,6 +186,12 @@ class EvaluationSettings(StageSettings):
         default=0, ge=0, description="policy steps between validations in RL; 0: before the first and after the last"
     )
     temperature: float = Field(default=1.0, ge=0, description="sampling temperature")
+    benchmarks: tuple[BenchmarkSettings, ...] = Field(
+        default=(), strict=False, description="further task sets that are scored while RL runs, as [[...]] tables"
+    )
+    sampler: SamplerSettings | None = Field(
+        default=None, description="samplers that only evaluate while RL runs; default: those of RL are borrowed"
+    )
     models: tuple[str, ...] | None = Field(
         default=None, strict=False, min_length=1, description="stages whose models are measured; default: all of them"
     )
@@ -176,9 +203,39 @@ class EvaluationSettings(StageSettings):
         names = [Path(name).name for name in (self.validation, *self.test)]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(f'test: "{twice[0]}" is given twice among validation and test; every set has one purpose')
+        tests = {os.path.realpath(name) for name in self.test if os.path.isabs(name)}
+        for each in self.benchmarks:
+            if each.name in names[1:] or (os.path.isabs(each.tasks) and os.path.realpath(each.tasks) in tests):
+                raise ValueError(
+                    f'benchmarks: "{each.tasks}" is a test set (evaluation.test): those are scored once, after '
+                    "training; score another set while RL runs"
+                )
+        shown = [names[0], *(each.name for each in self.benchmarks)]
+        if twice := [name for name in shown if shown.count(name) > 1]:
+            raise ValueError(f'benchmarks: "{twice[0]}" is given twice among validation and benchmarks')
         if unknown := [name for name in self.models or () if name not in MODEL_STAGES]:
             raise ValueError(f'models: "{unknown[0]}" makes no model; expected some of {", ".join(MODEL_STAGES)}')
         return self
+
+    def sets_during_rl(self) -> dict[str, BenchmarkSettings]:
+        """Return the sets that are scored while RL runs, by name: validation first, which alone decides."""
+        validation = BenchmarkSettings.model_construct(
+            tasks=self.validation, every=self.every, samples=self.validation_samples, max_tasks=self.max_tasks
+        )
+        return {each.name: each for each in (validation, *self.benchmarks)}
+
+    def due_sets(self, step: int) -> list[str]:
+        """Return the names of the sets that are scored at a step before the last one."""
+        return [name for name, each in self.sets_during_rl().items() if each.is_due(step)]
+
+    def is_validated(self, step: int) -> bool:
+        """Return whether the validation set is scored at a step between the first and the last."""
+        return bool(self.every and step % self.every == 0)
+
+    def measured(self) -> list[tuple[str, str]]:
+        """Return all sets that models are scored on, each with the key that names it."""
+        found = [("evaluation.validation", self.validation), *(("evaluation.test", name) for name in self.test)]
+        return [*found, *(("evaluation.benchmarks", each.tasks) for each in self.benchmarks)]
 
     def task_sets(self) -> dict[str, str]:
         """Return the sets by their short name, validation first: the name of a directory is its last part."""

@@ -5,12 +5,14 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from etude.rollouts.leases import EvaluationLease
 from etude.runs.layout import RunLayout
 from etude.runs.service_status import SAMPLER, read_copy
 
 SILENT_S = 10.0  # samplers report every second, on a busy machine later: one that is silent for longer gets no requests
-SHOWN = ("url", "pid", "host", "state", "version", "waiting_for", "problem")  # of a sampler, to workers ...
-URGENT = ("url", "pid", "host", "state")  # ... at once: where requests can be sent
+# What workers see of a sampler ...
+SHOWN = ("url", "pid", "host", "state", "version", "waiting_for", "problem", "purpose", "leased")
+URGENT = ("url", "pid", "host", "state", "purpose", "leased")  # ... at once: where requests can be sent
 
 
 class Bell:
@@ -50,6 +52,7 @@ class StatusBoard:
     statuses: dict[str, dict[str, Any]] = field(default_factory=dict)
     samplers: dict[str, dict[str, Any]] = field(default_factory=dict)  # what workers see of the samplers
     sampler_changes: int = 1  # grows when that changes urgently: every change is told to every worker
+    lease: EvaluationLease | None = None  # of samplers to an evaluation
 
     @classmethod
     def restored(cls, layout: RunLayout) -> Self:
@@ -65,6 +68,32 @@ class StatusBoard:
         self.statuses[name] = facts
         if facts.get("kind") == SAMPLER:
             self._show(name, {key: facts.get(key) for key in SHOWN})
+
+    def set_lease(self, lease: EvaluationLease | None) -> None:
+        """Take note of the lease, and tell workers if it is another one."""
+        same = lease is self.lease if lease is None else lease.is_same(self.lease)
+        self.lease = lease
+        if not same:
+            self.sampler_changes += 1
+
+    def shown(self) -> dict[str, dict[str, Any]]:
+        """Return what workers see of the samplers; those that are leased have the `lease`."""
+        leased = self.lease.samplers if self.lease is not None else ()
+        return {name: {**each, "lease": self.lease if name in leased else None} for name, each in self.samplers.items()}
+
+    def serves_lease(self) -> bool:
+        """Return whether a leased sampler can take the requests of the evaluation now."""
+        if (lease := self.lease) is None:
+            return False
+        ready = [each for name in lease.samplers if (each := self.samplers.get(name)) and each["state"] == "ready"]
+        return any(lease.is_served_with(each["version"]) for each in ready)
+
+    def instructions(self, name: str, now: float) -> dict[str, Any] | None:
+        """Return what a sampler must know of its lease; None if it has none."""
+        lease = self.lease
+        if lease is None or name not in lease.samplers or lease.version is None:
+            return None
+        return {"version": lease.version, "shared": lease.shared, "seconds": lease.expires - now}
 
     def forget(self, name: str) -> None:
         self.statuses.pop(name, None)
@@ -90,5 +119,7 @@ class StatusBoard:
             return
         self.samplers = {key: each for key, each in self.samplers.items() if key != name}
         self.samplers |= {name: shown} if shown is not None else {}
-        if before is None or shown is None or any(before[key] != shown[key] for key in URGENT):
+        leased = self.lease is not None and name in self.lease.samplers
+        urgent = (*URGENT, "version") if leased else URGENT
+        if before is None or shown is None or any(before[key] != shown[key] for key in urgent):
             self.sampler_changes += 1

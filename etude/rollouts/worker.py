@@ -18,7 +18,7 @@ import signal
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -37,6 +37,7 @@ from etude.pods import open_fleet
 from etude.pods.fleet import Fleet
 from etude.pods.pod import PodError
 from etude.rewards.effort import EffortSettings
+from etude.rollouts.leases import evaluated_step
 from etude.rollouts.live_settings import changed_settings
 from etude.rollouts.queue import SlotState, StaleClaim
 from etude.rollouts.queue_records import HeldSlot, Slot
@@ -126,8 +127,11 @@ class Worker:
         binding: PolicyBinding,
         store: ObjectStore,
         clock: Clock = MACHINE_CLOCK,
+        evaluation_binding: Callable[[int], PolicyBinding] | None = None,
     ) -> None:
         self.config, self.fleet, self.binding = config, fleet, binding
+        # Beside training, an evaluation of a step has samplers of its own.
+        self.evaluation_binding = evaluation_binding or (lambda step: binding)
         self.prepared = PreparedEnvironments(fleet, min_files=MIN_SNAPSHOT_FILES, prepare_pod=launch_tool_server)
         self.service, self.member = WorkerClient(member), member
         self.store, self.clock = store, clock
@@ -316,10 +320,11 @@ class Worker:
         async def save(checkpoint: RolloutCheckpoint) -> None:
             await self._save_checkpoint(claim, checkpoint)
 
+        beside_training = queue == "evaluation" and "training" in config.options
         rollout = await run_rollout(
             self.fleet,
             task,
-            self.binding,
+            self.evaluation_binding(evaluated_step(slot.task)) if beside_training else self.binding,
             replace(config.options[queue], prepared=self.prepared),
             seed=slot_seed(config.seed, queue, slot),
             id=f"{config.run}/{queue}/{slot.group:06d}/{slot.number:02d}-{slot.attempt}",
@@ -537,7 +542,12 @@ async def run_worker(member: RunMember) -> bool:
     # All workers of a machine share one directory: each finds the pod snapshots of the others' checkpoints.
     fleet_of_run = open_fleet(pods=settings.pods, state=member.layout.pods, owner=member.pods_owner)
     async with fleet_of_run as fleet, open_sampler_pool(member) as policy:
-        worker = Worker(member, config, fleet, bind_policy(member, settings, policy), open_store(member, ROLLOUTS))
+        binding, store = bind_policy(member, settings, policy), open_store(member, ROLLOUTS)
+
+        def evaluation_binding(step: int) -> PolicyBinding:
+            return replace(binding, policy=policy.for_evaluation(step))
+
+        worker = Worker(member, config, fleet, binding, store, evaluation_binding=evaluation_binding)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, worker.stop)

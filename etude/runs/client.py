@@ -304,9 +304,13 @@ class RunClient:
 
     # ------------------------------------------------------------------------------------------ status
 
-    def report_status(self, name: str, **facts: Any) -> None:
-        """Report the status of the service `name`: a `state`, what it is `waiting_for`, and figures."""
-        self.call("POST", f"/status/{name}", status_facts(**facts))
+    def report_status(self, name: str, **facts: Any) -> dict[str, Any] | None:
+        """Report the status of the service `name`: a `state`, what it is `waiting_for`, and figures.
+
+        Returns the lease of a sampler that has one (`etude.rollouts.leases`).
+        """
+        found: dict[str, Any] | None = self.call("POST", f"/status/{name}", status_facts(**facts))
+        return found
 
     def statuses(self) -> dict[str, dict[str, Any]]:
         """Return the last status of every service by name; `age_s` is how long ago it arrived."""

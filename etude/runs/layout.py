@@ -16,6 +16,7 @@
     rl/exhausted                              why no prompt is left, if that is so
     rl/siblings.json, rl/siblings/            harder siblings of retired tasks
     rl/validation.json                        solve rate on validation by policy step
+    rl/evaluated.json                         policy steps whose evaluations have all ended
     live.toml, rl/changes.jsonl               settings that were changed during the run, and when they took effect
     rl/collapsed                              why the run was stopped, if its validation fell
     rl/services/NAME.json, rl/logs/NAME.log   status and log of every process
@@ -58,6 +59,7 @@ class RunLayout:
         self.pods = (root if service_root == RL_ROOT else root.parent) / "pods"
         self.model, self.origin, self.store = root / "model", root / "origin.json", weights_url or str(root / "weights")
         self.siblings, self.sibling_tasks = root / "siblings.json", root / "siblings"
+        self.evaluated = root / "evaluated.json"
         self.live, self.changes = run / "live.toml", root / "changes.jsonl"
         self.validation, self.collapsed = root / "validation.json", root / "collapsed"
         self.traces, self.evaluation_traces = root / "traces", root / "evaluation-traces"

@@ -35,13 +35,19 @@ def _numbers(values: dict[str, Any]) -> dict[str, float]:
     }
 
 
+def _series(stage: str, values: dict[str, Any]) -> str:
+    """Return what the names of these metrics begin with: those of a benchmark during RL are apart from validation."""
+    return f"{stage}/{values['benchmark']}" if "benchmark" in values else stage
+
+
 def _wandb(run: Run) -> tuple[Listener, Callable[[], object]]:
     wandb = _tool("wandb")
     session = wandb.init(project="etude", name=run.settings.name, dir=str(run.path), resume="allow")
 
     def listen(stage: str, step: int, values: dict[str, Any]) -> None:
         # every stage counts its steps from 0, so each has its own axis
-        session.log({f"{stage}/{key}": value for key, value in {**_numbers(values), "step": step}.items()})
+        series, numbers = _series(stage, values), {**_numbers(values), "step": step}
+        session.log({f"{series}/{key}": value for key, value in numbers.items()})
 
     return listen, session.finish
 
@@ -52,7 +58,7 @@ def _tensorboard(run: Run) -> tuple[Listener, Callable[[], object]]:
 
     def listen(stage: str, step: int, values: dict[str, Any]) -> None:
         for key, value in _numbers(values).items():
-            writer.add_scalar(f"{stage}/{key}", value, step)
+            writer.add_scalar(f"{_series(stage, values)}/{key}", value, step)
 
     return listen, writer.close
 

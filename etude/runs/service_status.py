@@ -28,6 +28,7 @@ LOADS = {  # further figures, as they are shown
     "tokens_s": "{:,.0f} tokens/s",
     "requests": "{:,} requests",
     "siblings": "{} siblings",
+    "leased": "leased to an evaluation of version {}",
 }
 FRESH_S = 0.5  # a status read so recently is not read again
 ANSWER_S = 2.0  # for the run service to answer a reader
@@ -78,6 +79,7 @@ def _load(facts: Mapping[str, Any]) -> str:
     for key, text in LOADS.items():
         if isinstance(facts.get(key), int | float):
             found.append(text.format(facts[key]))
+    found += [str(facts["evaluates"])] if facts.get("evaluates") else []  # of the orchestrator
     return ", ".join(found)
 
 

@@ -159,6 +159,7 @@ class RunApi:
             "plan": {name: section.get(name) for name in ("steps", "group_size", "groups_per_step", "max_staleness")},
             "steps": chart_data.step_columns(records, groups),
             "evaluations": chart_data.evaluations(records),
+            "benchmarks": chart_data.benchmarks(records),
             "rollouts": {name: sum(len(group.rows) for group in groups if group.set == name) for name in SETS},
             "groups": states,
             "services": self.services(problems),

@@ -151,14 +151,25 @@ def _interval(values: tuple[float, ...]) -> tuple[float, float] | None:
 
 
 def evaluations(records: Iterable[JsonObject]) -> list[JsonObject]:
-    """Return the held-out evaluations in the order of their steps."""
-    found: dict[int, JsonObject] = {}
+    """Return the validations in the order of their steps."""
+    return _evaluations(records).get("", [])
+
+
+def benchmarks(records: Iterable[JsonObject]) -> dict[str, list[JsonObject]]:
+    """Return the evaluations on further task sets by the name of the set, in the order of their steps."""
+    return {name: found for name, found in sorted(_evaluations(records).items()) if name}
+
+
+def _evaluations(records: Iterable[JsonObject]) -> dict[str, list[JsonObject]]:
+    """Return the evaluations during RL by the benchmark that they are of; "": validation."""
+    sets: defaultdict[str, dict[int, JsonObject]] = defaultdict(dict)
     for record in records:
         step = as_number(record.get("step"))
         if record.get("stage") == "rl" and record.get("evaluation") and step is not None:
             numbers = {name: as_number(value) for name, value in record.items()}
-            found[int(step)] = {name: _round(value) for name, value in numbers.items() if value is not None}
-    return [found[step] for step in sorted(found)]
+            rounded = {name: _round(value) for name, value in numbers.items() if value is not None}
+            sets[str(record.get("benchmark", ""))][int(step)] = rounded
+    return {name: [found[step] for step in sorted(found)] for name, found in sets.items()}
 
 
 def _round(value: float) -> float:

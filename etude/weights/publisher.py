@@ -1,16 +1,16 @@
 """Publish the trainer's weights in the background, without delaying a training step.
 
 One thread encodes and uploads. While it is busy only the newest weights wait; a version that was overtaken is skipped,
-and the next delta is against the last uploaded version. A store that is away is tried again until it is back, with the
-newest weights; `problem` says what is wrong meanwhile. After a failure the next upload is a full one, because it is
-uncertain what reached the store, and a full version depends on nothing before it.
+unless it is pinned, and the next delta is against the last uploaded version. A store that is away is tried again until
+it is back, with the newest weights; `problem` says what is wrong meanwhile. After a failure the next upload is a full
+one, because it is uncertain what reached the store, and a full version depends on nothing before it.
 
 Several processes may publish together, each its part of every version (`Part`). Which versions they publish is agreed
 by their main threads, while none is `busy`; a part that could not be written is written again, because the others
 wait for it.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -51,6 +51,15 @@ class Published:
     skipped: int  # versions that were overtaken since the last
 
 
+@dataclass(frozen=True)
+class WaitingWeights:
+    """A version that waits for its upload."""
+
+    number: int
+    weights: WeightState
+    pinned: bool
+
+
 class PublishingFailed(EtudeError):
     """The store does not accept new weights; samplers stay on old ones."""
 
@@ -81,7 +90,8 @@ class Publisher:
         self._first: int | None = None  # number of the first version
         self._last: tuple[Version, WeightState] | None = None
         self._since_full = 0
-        self._waiting: tuple[int, WeightState] | None = None
+        self.pinned: Collection[int] = ()  # versions that are not removed from the store
+        self._waiting: list[WaitingWeights] = []  # oldest first: pinned ones, and the newest
         self._skipped = 0
         self._error: Exception | None = None
         self._change = clock.condition()
@@ -95,21 +105,28 @@ class Publisher:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def publish_soon(self, number: int, weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
-        """Copy the weights and return. Raise PublishingFailed if an earlier upload failed for good."""
+    def publish_soon(
+        self, number: int, weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], *, pinned: bool = False
+    ) -> None:
+        """Copy the weights and return. Raise PublishingFailed if an earlier upload failed for good.
+
+        A `pinned` version is uploaded even if newer ones overtake it.
+        """
         if self._given is not None and number <= self._given:
             raise InputError(f"weights: version {number} is not newer than {self._given}")
-        pairs = weights.items() if isinstance(weights, Mapping) else weights
-        with torch.no_grad():
-            copy = {name: tensor.detach().to("cpu", copy=True) for name, tensor in pairs}
+        copy = copied(weights)
         with self._change:
             self._raise_failure()
             if self._closing:
                 raise InputError("weights: the publisher is closed")
             if self.part.count > 1 and (self._waiting or self._working):
                 raise InputError(f"weights: version {number} while another is published by several processes")
-            self._skipped += self._waiting is not None or self._newest not in (self._given, number)
-            self._waiting, self._newest, self._given = (number, copy), number, number
+            overtaken = bool(self._waiting) and not self._waiting[-1].pinned
+            passed = self._newest is not None and self._newest != self._given and self._newest < number
+            self._skipped += overtaken or passed
+            earlier = self._waiting[:-1] if overtaken else self._waiting
+            self._waiting = [*earlier, WaitingWeights(number, copy, pinned)]
+            self._newest, self._given = max(number, self._newest or 0), number
             self._first = number if self._first is None else self._first
             self._change.notify_all()
 
@@ -167,26 +184,26 @@ class Publisher:
                 self._working = False
                 self._change.notify_all()
                 self._change.wait_for(lambda: self._waiting or self._closing, RECHECK_S)
-                if self._waiting is None and self._closing:
+                if not self._waiting and self._closing:
                     return
-                taken, self._waiting = self._waiting, None
-                if taken is not None:
+                next_up = self._waiting.pop(0) if self._waiting else None
+                if next_up is not None:
                     skipped, self._skipped, self._working = self._skipped, 0, True
-            if taken is None:
+            if next_up is None:
                 self._keep_latest()
                 continue
-            number, state = taken
             try:
-                self._publish(number, state, skipped)
+                self._publish(next_up.number, next_up.weights, skipped)
                 self.problem, wait_s = "", WAIT_S
             except OSError as error:  # the store is away: again, with newer weights if there are any by then
                 self._last = None if self.part.count == 1 else self._last
                 self.problem = f"{type(error).__name__}: {error}"
                 with self._change:
-                    newer = self._waiting is not None
-                    self._waiting, self._skipped = self._waiting or (number, state), self._skipped + skipped + newer
+                    overtaken = bool(self._waiting) and not next_up.pinned
+                    self._waiting = self._waiting if overtaken else [next_up, *self._waiting]
+                    self._skipped += skipped + overtaken
                     if self._closing:
-                        self._waiting, self._error = None, error
+                        self._waiting, self._error = [], error
                     self._change.wait_for(lambda: self._closing, wait_s)
                 wait_s = min(2 * wait_s, MAX_WAIT_S)
             except Exception as error:  # raised in the trainer at its next step
@@ -213,7 +230,7 @@ class Publisher:
         self.history.append(Published(version, self.clock.monotonic() - started, skipped))
         if version.full and self.part.number == 0:
             with suppress(OSError):  # the next full version prunes again
-                prune(self.store, self.keep)
+                prune(self.store, self.keep, self.pinned)
 
     def _keep_latest(self) -> None:
         if self.history and self.part.number == 0:
@@ -235,3 +252,10 @@ class Publisher:
             if wait_s == MAX_POLL_S:
                 self.problem = f"version {number} waits for the part of another process"
         return found
+
+
+def copied(weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Return a copy of the weights on the CPU."""
+    pairs = weights.items() if isinstance(weights, Mapping) else weights
+    with torch.no_grad():
+        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in pairs}

@@ -16,7 +16,7 @@ and checks every shard's checksum. Trainer and samplers share only the store.
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -259,15 +259,26 @@ def follow(store: ObjectStore, have: tuple[Version, WeightState] | None = None) 
     raise BrokenChain(f"{store.url}: no version can be rebuilt; the newest: {problems[0]}")
 
 
-def prune(store: ObjectStore, fulls: int) -> list[int]:
-    """Remove versions older than the last `fulls` full ones and return their numbers."""
+def has_version(store: ObjectStore, number: int) -> bool:
+    """Return whether a version is complete in the store."""
+    return store.get(f"{_directory(number)}/manifest.json") is not None
+
+
+def prune(store: ObjectStore, fulls: int, pinned: Collection[int] = ()) -> list[int]:
+    """Remove versions older than the last `fulls` full ones and return their numbers.
+
+    A `pinned` version stays with those that it is rebuilt from: back to the full one before it.
+    """
     if fulls < 1:
         raise InputError(f"versions: {fulls} full versions to keep; expected at least 1")
     numbers = version_numbers(store)
     found = [number for number in numbers if _is_full(store, number)]
     if len(found) <= fulls:
         return []
-    removed = [number for number in numbers if number < found[-fulls]]
+    needed = {
+        number for pin in pinned for number in range(max((full for full in found if full <= pin), default=pin), pin + 1)
+    }
+    removed = [number for number in numbers if number < found[-fulls] and number not in needed]
     for number in removed:
         store.remove(_directory(number))
     return removed

@@ -100,7 +100,7 @@ def test_keys_that_another_kind_of_sampler_would_ignore_are_refused(keys: dict[s
 def test_each_url_is_a_sampler() -> None:
     settings = SamplerSettings(backend="vllm", urls=["http://127.0.0.1:1/", "http://localhost:2"])  # type: ignore[arg-type]
     assert settings.count == 2
-    assert sampler_arguments(settings, 1, 4, routing=True) == ["--url", "http://localhost:2", "--routing"]
+    assert sampler_arguments(settings, 1, 4) == ["--url", "http://localhost:2"]
 
 
 def test_samplers_take_their_gpus_after_the_trainer_s_counted_round(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,8 @@ from etude.inference.sampling import Sampling
 from etude.model.checkpoint import save
 from etude.model.transformer import Transformer
 from etude.rl.settings import open_rl_run
+from etude.rollouts.leases import EvaluationLease
+from etude.rollouts.queue_client import QueueClient
 from etude.rollouts.sampler_pool import SamplerPool, SamplersUnavailable, open_sampler_pool
 from etude.rollouts.settings import QueueSettings
 from etude.runs.layout import RunLayout
@@ -64,7 +66,7 @@ def make_run() -> Iterator[MakeRun]:
             place.make()
             save(tiny_model(FAMILY), place.model)
             tiny_tokenizer().save(place.model)
-            stack.enter_context(threaded_service(place, {"training": QueueSettings()}))
+            stack.enter_context(threaded_service(place, {"training": QueueSettings(), "evaluation": QueueSettings()}))
             return place
 
         yield make
@@ -365,3 +367,44 @@ def test_it_ends_with_the_process_that_started_it(make_run: MakeRun, tmp_path: P
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert os.getpid() != status["pid"]
+
+
+def test_a_leased_sampler_stays_at_the_version_of_its_lease_and_then_catches_up(
+    make_run: MakeRun, tmp_path: Path
+) -> None:
+    """It goes back to an older version, is killed there, and returns to it; what it samples is of exactly that one."""
+    place = make_run(tmp_path / "run")
+    states = [weights(0)]
+    with contextlib.ExitStack() as stack, Publisher(ObjectStore(place.store), full_every=2, keep=1) as publisher:
+        publisher.pinned = [1]
+
+        def publish(number: int) -> None:
+            states.append(stepped(states[-1], number))
+            publisher.publish_soon(number, states[-1])
+            publisher.flush(20)
+
+        for number in (1, 2, 3, 4):
+            publish(number)
+        with member_of(place) as member:
+            queue = QueueClient(member.client, "evaluation", QueueSettings())
+            process = stack.enter_context(started(place))
+            until(place, lambda status: ready(status) and status["version"] == 4, process)
+            queue.set_lease(EvaluationLease(10, 1, ("sampler-0",), shared=False, sessions=4))
+            until(place, lambda status: status["version"] == 1 and status["leased"] == 1, process)
+            publish(5)  # which prunes all but the pinned version and what it needs
+            process.kill()
+            process.wait()
+            process = stack.enter_context(started(place))
+            until(place, lambda status: ready(status) and status["version"] == 1 and status["leased"] == 1, process)
+
+            async def evaluated() -> Completion:
+                async with pool_of(place, 300) as policy:
+                    return await policy.for_evaluation(10).complete([5, 6, 7], Sampling(max_tokens=20), session="s")
+
+            sample = asyncio.run(evaluated())
+            assert sample.versions == [1] * 20
+            assert_made_by(sample, [5, 6, 7], states[1])
+            queue.set_lease(None)
+            status = until(place, lambda status: status["leased"] is None, process)
+            assert status["version"] == 5, "it serves training with old weights"
+            assert_made_by(asyncio.run(sampled(place, [9, 8], 20)), [9, 8], states[5])

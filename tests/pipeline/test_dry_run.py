@@ -26,6 +26,7 @@ from etude.pipeline.memory import training_memory
 from etude.pipeline.plan import check_recipe, make_plan
 from etude.pipeline.render import duration, plan_data, plan_text
 from etude.pipeline.rl_stage import (
+    STARTUP_S,
     launched_samplers_and_workers,
     rl_memory,
     seconds_from_records,
@@ -484,17 +485,15 @@ def test_a_packed_row_may_be_longer_than_the_context(tmp_path: Path) -> None:
     assert rl_memory(packed, config) == rl_memory(plain, config)
 
 
-def test_a_finished_evaluation_is_not_counted_again(tmp_path: Path) -> None:
+def test_evaluations_beside_the_steps_are_no_steps(tmp_path: Path) -> None:
     recipe = load_recipe(make_recipe(tmp_path, evaluation={}))
     assert recipe.rl is not None
-    steps = [
-        {"step": step, "wall_s": 10.0 + 60.0 * (step == 1), "waited/measurement": 60.0 * (step == 1)} for step in (1, 2)
-    ]
-    before = seconds_from_records(recipe.rl, steps, 2, validations=2)
-    after = seconds_from_records(recipe.rl, [*steps, {"step": 0, "evaluation": True}], 2, validations=2)
+    steps = [{"step": step, "wall_s": 10.0} for step in (1, 2)]
+    evaluated = [{"step": 0, "evaluation": True}, *steps, {"step": 2, "evaluation": True, "benchmark": "more"}]
+    (before, after) = (seconds_from_records(recipe.rl, records, 2) for records in (steps, evaluated))
+    assert before == after
     assert before is not None
-    assert after is not None
-    assert before.seconds - after.seconds == pytest.approx(60)
+    assert before.seconds == pytest.approx((recipe.rl.steps - 2) * 10.0, abs=STARTUP_S)
 
 
 @pytest.mark.parametrize(("seconds", "words"), [(0.1, "about 1 s"), (89, "about 89 s"), (100, "about 2 min")])

@@ -239,6 +239,7 @@ def test_all_tables_with_renamed_keys_are_found() -> None:
     shared = [("sampler", "tokens"), ("sampler", "max_streams"), ("sampler", "budget"), ("tool_set", "naming")]
     shared += [("tool_set", "brief"), ("budget", "answer"), ("summaries", "attempts"), ("summaries", "most")]
     rl |= {(f"{table}.{inner}", old) for table in ("rl", "evaluation.sessions") for inner, old in shared}
+    rl |= {("evaluation.sampler", old) for inner, old in shared if inner == "sampler"}
     expected = training | rl | {("", "track"), ("tasks.build", "experts")}
     assert {(".".join(table), old) for table, old, _ in RENAMED} == expected
 

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rl_runs import finish_slots, make_recipe
 from run_services import FakeStatuses, threaded_service
-from test_lineage import evaluate, tick, train_until, version_of
+from test_lineage import evaluate, is_published, publish_start, tick, train_until, validation_tasks, version_of
 from test_loop import prepare_run
 
 from etude.cluster.cluster import ServiceSpec
@@ -76,7 +76,7 @@ def orchestrator(tmp_path: Path) -> Iterator[Orchestrator]:
 def opened(run: Run, directory: Path) -> Iterator[Orchestrator]:
     """Open an orchestrator of the run, as after a restart."""
     layout, settings = open_rl_run(run.path)
-    tasks = RlTaskSets(named_tasks(directory / "tasks"), named_tasks(directory / "held-out"))
+    tasks = RlTaskSets(named_tasks(directory / "tasks"), validation_tasks(directory))
     evaluation = load_evaluation(layout)
     with threaded_service(layout, load_queues(layout)), open_queues(layout) as queues:
         statuses, both = FakeStatuses(), (queues["training"], queues["evaluation"])
@@ -90,13 +90,14 @@ def advance(orchestrator: Orchestrator, step: int, score: float | None) -> None:
         known = len(queue.tasks())
         queue.add((f"task-{known + number}", 1.0) for number in range(4))
         finish_slots(layout, queue, np.random.default_rng(step), version=queue.newest_version())
-        train_until(layout, lambda: (layout.trainer / f"{step:06d}").exists())
+        train_until(layout, lambda: (layout.trainer / f"{step:06d}").exists() and is_published(layout, step))
+    else:
+        publish_start(orchestrator)
     version = version_of(layout, step) or 0
     tick(orchestrator, version)
     if score is not None:
         evaluate(orchestrator.evaluations, version, score)
         tick(orchestrator, version)
-        orchestrator.judge_validation()
 
 
 def supervisor_of(layout: RunLayout) -> ServiceSupervisor:
@@ -145,7 +146,6 @@ def test_a_fall_that_chance_explains_does_not_stop_a_run(orchestrator: Orchestra
         lost = lost or slot.task
         queue.finish(slot, {**record, "cost": {"turns": 1}, "solved": slot.task != lost}, "t", (version, version))
     tick(orchestrator, version)
-    orchestrator.judge_validation()
     assert read_scores(orchestrator.layout) == {0: 1.0, 2: 0.75}
     assert not orchestrator.layout.collapsed.exists()
     step, directory = orchestrator.result(dict(checkpoints(orchestrator.layout)))

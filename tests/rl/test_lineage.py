@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from rl_runs import finish_slots, make_recipe
 from run_services import FakeStatuses, threaded_service
 from test_loop import prepare_run
@@ -24,6 +25,14 @@ from etude.rollouts.run_queues import open_queues
 from etude.rollouts.settings import QueueSettings, evaluation_queue, load_evaluation, load_queues
 from etude.runs.layout import RunLayout
 from etude.runs.run import Run
+from etude.tasks.task import Task
+from etude.weights.object_store import ObjectStore
+from etude.weights.versions import has_version, write_version
+
+
+def validation_tasks(directory: Path) -> dict[str, Task]:
+    """Return the tasks of the validation set of `make_recipe`, as they are named in a run."""
+    return {f"held-out/{name}": task for name, task in named_tasks(directory / "held-out").items()}
 
 
 def evaluate(queue: RolloutQueue, version: int, score: float) -> None:
@@ -31,6 +40,18 @@ def evaluate(queue: RolloutQueue, version: int, score: float) -> None:
     record = {"total": score, "score": score, "solved": score > 0.5, "category": "", "ending": "final", "made": 1}
     while (slot := queue.claim("worker", time.time())) is not None:
         queue.finish(slot, {**record, "cost": {"turns": 1}, "seconds": {}}, "t", (version, version))
+
+
+def publish_start(orchestrator: Orchestrator) -> None:
+    """Publish version 0, which is of step 0, as a trainer does that is killed before its first step."""
+    write_version(ObjectStore(orchestrator.layout.store), 0, {"a": torch.zeros(2)}, None)
+    for queue in (orchestrator.queue, orchestrator.evaluations):
+        queue.record_version(0, 0)
+
+
+def is_published(layout: RunLayout, step: int) -> bool:
+    version = version_of(layout, step)
+    return version is not None and has_version(ObjectStore(layout.store), version)
 
 
 def version_of(layout: RunLayout, step: int) -> int | None:
@@ -64,7 +85,7 @@ def orchestrator(tmp_path: Path) -> Iterator[Orchestrator]:
     layout = prepare_run(recipe, tmp_path / "run")
     settings = open_rl_run(layout.run)[1]
     run = Run.create_or_resume(layout.run, load_recipe(recipe), resume=True)
-    tasks = RlTaskSets(named_tasks(tmp_path / "tasks"), named_tasks(tmp_path / "held-out"))
+    tasks = RlTaskSets(named_tasks(tmp_path / "tasks"), validation_tasks(tmp_path))
     evaluation = load_evaluation(layout)
     with threaded_service(layout, load_queues(layout)), open_queues(layout) as queues:
         statuses, both = FakeStatuses(), (queues["training"], queues["evaluation"])
@@ -73,11 +94,11 @@ def orchestrator(tmp_path: Path) -> Iterator[Orchestrator]:
 
 def tick(orchestrator: Orchestrator, version: int) -> None:
     """Do the part of a tick that needs no services; the sampler has this version."""
-    orchestrator.statuses.report("sampler-0", version=version)
+    orchestrator.statuses.report("sampler-0", state="ready", version=version)
     step = orchestrator.step
-    orchestrator.start_due_evaluation(step)
     orchestrator.log_steps(step)
-    orchestrator.log_evaluations()
+    for _ in range(2):  # what has finished gives way to the next
+        orchestrator.evaluate(step, False, orchestrator.evaluations.state())
 
 
 def evaluations(orchestrator: Orchestrator) -> dict[int, float]:
@@ -87,11 +108,12 @@ def evaluations(orchestrator: Orchestrator) -> dict[int, float]:
 
 def test_an_evaluation_of_lost_weights_is_not_reported_and_is_made_again(orchestrator: Orchestrator) -> None:
     layout, queue, samples = orchestrator.layout, orchestrator.queue, orchestrator.evaluations
+    publish_start(orchestrator)
     tick(orchestrator, version=0)
     evaluate(samples, 0, score=0.0)
     queue.add((f"task-{number}", 1.0) for number in range(6))
     finish_slots(layout, queue, np.random.default_rng(0))
-    train_until(layout, lambda: version_of(layout, 3) is not None)
+    train_until(layout, lambda: is_published(layout, 3))
     lost = version_of(layout, 3)
     assert lost is not None
     tick(orchestrator, version=lost)
@@ -99,16 +121,17 @@ def test_an_evaluation_of_lost_weights_is_not_reported_and_is_made_again(orchest
     tick(orchestrator, version=lost)
     assert evaluations(orchestrator) == {0: 0.0, 3: 1.0}
     # The trainer goes back to its checkpoint after step 2 and takes step 3 again.
-    train_until(layout, lambda: (version_of(layout, 3) or 0) > lost)
+    train_until(layout, lambda: (version_of(layout, 3) or 0) > lost and is_published(layout, 3))
     assert samples.step_of(lost) == queue.step_of(lost) == 1  # the lost update counts as staleness
+    new = version_of(layout, 3)
+    assert new is not None
     for _ in range(2):
         tick(orchestrator, version=lost)
         assert evaluations(orchestrator) == {0: 0.0}, "the evaluation of lost weights is reported"
-        assert held_out.started(samples) == [0]  # the sampler has lost weights still
-    new = version_of(layout, 3)
-    assert new is not None
-    tick(orchestrator, version=new)
-    assert held_out.started(samples) == [0, 3]
+        assert held_out.started(samples) == [0, 3]
+        assert (lease := samples.lease()) is not None
+        assert (lease.step, lease.version) == (3, new)
+        assert not lease.is_served_with(lost)  # the sampler has lost weights still
     evaluate(samples, new, score=0.0)
     tick(orchestrator, version=new)
     assert evaluations(orchestrator) == {0: 0.0, 3: 0.0}

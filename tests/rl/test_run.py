@@ -21,6 +21,7 @@ from ranks import follower_of
 from rl_runs import make_recipe
 
 from etude.chat.tokenizer import Tokenizer
+from etude.evaluation.run_results import validations
 from etude.evaluation.scorings import count_scorings
 from etude.files import content_digest
 from etude.harness.trace_store import load_trace
@@ -39,9 +40,11 @@ LIMIT_S = 300
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    evaluation = {"test": ["./new"], "max_tasks": 2, "validation_samples": 2, "temperature": 1.0}
+    evaluation: dict[str, Any] = {"test": ["./new"], "max_tasks": 2, "validation_samples": 2, "temperature": 1.0}
     directory = tmp_path_factory.mktemp("recipe")
+    evaluation["benchmarks"] = [{"tasks": "./more", "every": 2, "max_tasks": 1}]
     generate_nano(directory / "new", 3, "unseen", 1, (1,))
+    generate_nano(directory / "more", 2, "validation", 2, (1,))
     return make_recipe(directory, tasks=40, evaluation=evaluation)
 
 
@@ -97,14 +100,17 @@ def check_finished(layout: RunLayout, facts: dict[str, Any], steps: int, groups:
     run = Run.read(layout.run)
     records = run.metrics("rl")
     assert [record["step"] for record in records if not record.get("evaluation")] == list(range(1, steps + 1))
-    evaluations = [record for record in records if record.get("evaluation")]
+    evaluations = list(validations(records))
     assert [record["step"] for record in evaluations] == [0, steps]
+    further = [record["step"] for record in records if record.get("benchmark") == "more"]
+    assert sorted(further) == sorted({*range(0, steps + 1, 2), steps})
+    assert (evaluations[-1]["versions/oldest"], evaluations[-1]["versions/newest"]) == (steps, steps)
     for record in evaluations:
         assert record["tasks"] + record["infrastructure/given_up"] == 2
     with sqlite3.connect(layout.evaluations) as db:
         scored = {task.split("/")[1] for (task,) in db.execute("SELECT task FROM groups WHERE dropped IS NULL")}
-    assert scored == {"held-out"}, "RL has looked at a test set"
-    assert count_scorings(layout).keys() == {"held-out"}
+    assert scored == {"held-out", "more"}, "RL has looked at a test set"
+    assert count_scorings(layout).keys() == {"held-out", "more"}
     load(run.path / "checkpoints" / f"rl-{steps}")
     with sqlite3.connect(layout.slots) as db:
         traces = db.execute(

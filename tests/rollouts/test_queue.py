@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from etude.errors import EtudeError, InputError
-from etude.rollouts.queue import RolloutQueue, StaleClaim
+from etude.rollouts.queue import RolloutQueue, StaleClaim, SupersededWorker
 from etude.rollouts.queue_records import ReadyGroup, Slot
 from etude.rollouts.settings import QueueSettings
 
@@ -177,3 +177,42 @@ def test_waiting_for_names_the_slot_without_heartbeat(queue: RolloutQueue) -> No
     queue.add([("a", 0)])
     claim(queue, worker="host-3")
     assert "starting at host-3, its lease expires in 6 s" in queue.waiting_for(4.0)
+
+
+def test_a_request_of_the_trainer_is_applied_once_in_order_and_only_for_the_present_one() -> None:
+    queue, applied = RolloutQueue(":memory:", QueueSettings()), list[str]()
+
+    def request(session: int, number: int, what: str) -> int:
+        def apply() -> int:
+            applied.append(what)
+            return len(applied)
+
+        return int(queue.apply_once(session, number, apply))
+
+    with pytest.raises(SupersededWorker, match="another process trains the run"):
+        request(1, 1, "before its session has begun")
+    queue.begin_session(1)
+    assert [request(1, 1, "rewind"), request(1, 2, "mark"), request(1, 2, "mark again")] == [1, 2, 2]
+    queue.begin_session(1)  # that request, too, may arrive twice
+    with pytest.raises(SupersededWorker, match="comes late"):
+        request(1, 1, "rewind again")
+    queue.begin_session(2)
+    with pytest.raises(SupersededWorker, match="another process trains the run"):
+        request(1, 3, "mark")
+    assert request(2, 1, "rewind of two") == 3
+    with pytest.raises(SupersededWorker, match="another process trains the run"):
+        queue.begin_session(1)  # a request that was on its way for long
+    assert applied == ["rewind", "mark", "rewind of two"]
+
+
+def test_a_verdict_on_a_group_that_has_become_stale_meanwhile_is_not_recorded() -> None:
+    queue = RolloutQueue(":memory:", QueueSettings(group_size=2, groups_per_step=1, max_staleness=0))
+    queue.add([("task", 0.0)])
+    for _ in range(2):
+        slot = queue.claim("w", 0.0)
+        assert slot is not None
+        queue.finish(slot, {"total": 1.0}, "t", (0, 0))
+    (group,) = queue.offer(0).unjudged
+    queue.reconcile(0.0, 1)
+    queue.judge([(group.id, False)])
+    assert queue.alike_groups() == 0

@@ -10,6 +10,8 @@ import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +28,14 @@ from starlette.responses import JSONResponse, Response
 from etude.errors import InputError
 from etude.inference import server
 from etude.inference.backends.server_backend import ServerBackend
+from etude.inference.policy import Policy
 from etude.inference.sampling import Sampling
 from etude.inference.service import EngineService
 from etude.inference.settings import SamplerRunSettings, SamplerSettings
 from etude.model import save
 from etude.model.adapters import published_views
 from etude.rollouts import sampler_pool
+from etude.rollouts.leases import EvaluationLease
 from etude.rollouts.run_service import RunService
 from etude.rollouts.sampler_pool import SamplerPool, SamplersUnavailable, open_sampler_pool
 from etude.rollouts.settings import QueueSettings
@@ -325,6 +329,56 @@ def test_the_tokens_of_a_run_are_private_and_differ(service: RunService, member:
     assert service.layout.service_token.stat().st_mode & 0o077 == 0
     assert len(member.info.sampler_token) == 48
     assert member.info.sampler_token != token
+
+
+def test_leased_samplers_serve_their_evaluation_and_the_others_training(service: RunService, member: RunMember) -> None:
+    lease, sessions = EvaluationLease(20, 7, ("sampler-1", "sampler-2"), shared=False, sessions=9), count()
+    board = service.board
+
+    async def numbers(policy: Policy, requests: int = 6) -> set[int]:
+        found = [await policy.complete([1], ONE, session=f"s{next(sessions)}") for _ in range(requests)]
+        return {each.tokens[0] for each in found}
+
+    async def body() -> None:
+        async with AsyncExitStack() as stack:
+            policy = await stack.enter_async_context(open_sampler_pool(member, deadline_s=60))
+            await serve(stack, member, policy, says(0), says(1), says(2), says(3))
+            urls = {name: each["url"] for name, each in policy.directory.current().items()}
+
+            async def change(name: str, **facts: Any) -> None:
+                """Report a status, and wait until the pool can know it, with the lease."""
+                announce(member, name, urls[name], **facts)
+                while True:
+                    found = policy.directory.current()[name]
+                    same_lease = (found["lease"] is None) == (name not in (board.lease.samplers if board.lease else ()))
+                    if same_lease and all(found[key] == value for key, value in facts.items()):
+                        return
+                    member.client.report_status("other", state="ready")
+                    await asyncio.sleep(0.02)
+
+            await change("sampler-3", purpose="evaluation")
+            assert await numbers(policy, 20) == {0, 1, 2}
+            board.set_lease(lease)
+            await change("sampler-1", version=7, leased=7)
+            assert await numbers(policy.for_evaluation(20)) == {1}, "sampler-2 does not have the version yet"
+            assert await numbers(policy, 20) == {0}
+            policy.deadline_s = 0.1
+            with pytest.raises(SamplersUnavailable, match="it serves the evaluation of step 20"):
+                await policy.for_evaluation(30).complete([1], ONE)
+            policy.deadline_s = 60
+            # The lease has ended: sampler-1 serves training once it has the newest weights again.
+            board.set_lease(None)
+            await change("sampler-2", state="ready")
+            assert await numbers(policy, 20) == {0, 2}
+            await change("sampler-1", leased=None)
+            assert await numbers(policy, 20) == {0, 1, 2}
+            # A lease that training shares.
+            board.set_lease(replace(lease, samplers=("sampler-0",), shared=True))
+            await change("sampler-0", version=8)
+            assert await numbers(policy.for_evaluation(20)) == {0}
+            assert await numbers(policy, 20) == {0, 1, 2}
+
+    asyncio.run(body())
 
 
 # ------------------------------------------------------------------------------------------- routing on the wire

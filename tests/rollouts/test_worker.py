@@ -29,6 +29,7 @@ from etude.inference.policy import PolicyBase
 from etude.pods import open_fleet
 from etude.pods.fleet import Fleet
 from etude.rl.settings import open_rl_run
+from etude.rollouts.leases import EvaluationLease
 from etude.rollouts.queue import RolloutQueue
 from etude.rollouts.queue_records import Slot
 from etude.rollouts.rollout import RolloutOptions, rollout_seed, run_rollout
@@ -82,6 +83,9 @@ async def working(run: PreparedRun, state: Path, policy: PolicyBase) -> Any:
     async with AsyncExitStack() as stack:
         stack.enter_context(threaded_service(run.layout, queues))
         member = stack.enter_context(member_of(run.layout))
+        if (lease := run.evaluations.lease()) is not None:  # its sampler is there before a worker asks for slots
+            sampler = {"kind": "sampler", "state": "ready", "url": "http://x", "version": lease.version}
+            member.client.report_status(lease.samplers[0], **sampler)
         await stack.enter_async_context(asyncio.timeout(TIMEOUT_S))
         fleet = await stack.enter_async_context(open_fleet(state=state))
         worker = Worker(member, run.config, fleet, bind(policy), open_store(member, ROLLOUTS))
@@ -114,6 +118,8 @@ def test_evaluation_slots_come_before_training_slots(state: Path, tmp_path: Path
     run = PreparedRun(tmp_path, QUEUE.model_copy(update={"in_flight": 1}))
     run.queue.add([("lines", 0)])
     run.evaluations.add([("000007/lines", 0)])
+    run.evaluations.record_version(7, 7)
+    run.evaluations.set_lease(EvaluationLease(7, 7, ("sampler-0",), shared=False, sessions=2))
     sampled: list[tuple[str, float]] = []
 
     class RecordingPolicy(LinesPolicy):

@@ -21,7 +21,7 @@ from etude.recipe.recipe import load_recipe
 from etude.rewards.effort import effort, effort_units
 from etude.rl.settings import open_rl_run
 from etude.rollouts.queue import RolloutQueue
-from etude.rollouts.settings import evaluation_queue
+from etude.rollouts.settings import evaluation_queue, load_evaluation
 from etude.runs.layout import RunLayout
 from etude.runs.run import Run
 from studies import fig4, fig5, fig6
@@ -114,8 +114,11 @@ def evaluated_run(path: Path, solved: Mapping[int, Sequence[int]], samples: int 
     """Make a run evaluated at these steps: `solved` has the number of solved samples of each held-out task."""
     evaluation = {"validation_samples": samples}
     with begin_run(path, evaluation=evaluation) as run, closing(open_evaluations(path, samples)) as queue:
+        found = load_evaluation(RunLayout(path))
+        assert found is not None
+        name = Path(found.validation).name
         for step, counts in solved.items():
-            held_out.start(queue, step, [f"task-{number}" for number in range(len(counts))])
+            held_out.start(queue, step, [f"{name}/task-{number}" for number in range(len(counts))])
             rewards = [reward(index < count, turns=2) for count in counts for index in range(samples)]
             finish_all(queue, rewards, step)
             run.log("rl", step, evaluation=True, **statistics.summarise(held_out.results(queue, step)))

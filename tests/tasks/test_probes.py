@@ -85,7 +85,9 @@ def test_planted_probes_have_their_statuses_and_tests_keep_theirs(tmp_path: Path
         assert planted.statuses(found) == expected, planted.files
 
 
-SETTINGS = """import calc
+SETTINGS = """import time
+
+import calc
 import settings
 
 import pytest
@@ -117,6 +119,11 @@ def test_switched_and_checked():
     assert calc.add(2, 3) == 5
 
 
+def test_waits():
+    time.sleep(0.01)
+    assert calc.add(3, 3) == 6
+
+
 def test_on():
     assert settings.on
 """
@@ -124,7 +131,7 @@ def test_on():
 
 def test_a_false_twin_restores_what_its_test_restores(tmp_path: Path) -> None:
     """A twin fails only where its test does nothing any more but check, so tests after it see the same settings."""
-    names = ("test_switched_off", "test_switched_by_a_call", "test_switched_and_checked", "test_on")
+    names = ("test_switched_off", "test_switched_by_a_call", "test_switched_and_checked", "test_waits", "test_on")
     expected = {f"tests/test_calc.py::{name}": "passed" for name in names}
     for number in range(3):
         planted = plant(["tests/test_calc.py"], expected, lambda path: SETTINGS.encode())

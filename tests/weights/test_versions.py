@@ -145,6 +145,18 @@ def test_retention_keeps_the_last_full_versions_and_what_follows_them(store: Obj
     assert prune(store, 2) == []
 
 
+def test_a_pinned_version_stays_with_all_that_it_is_rebuilt_from(store: ObjectStore) -> None:
+    states = write_chain(store, 15)  # full versions 0, 4, 8, 12
+    assert prune(store, 1, pinned=(6, 8, 99)) == [0, 1, 2, 3, 7, 9, 10, 11]
+    for number in (4, 5, 6, 8, 12, 13, 14):
+        assert checksum(read_version(store, number)[1]) == checksum(states[number])
+    # A reader may go back to it, and then follow the chain again.
+    have = read_version(store, 6, read_version(store, 14))
+    assert checksum(have[1]) == checksum(states[6])
+    assert follow(store, have)[0].number == 14
+    assert prune(store, 1) == [4, 5, 6, 8]
+
+
 def test_an_unknown_protocol_is_refused() -> None:
     with pytest.raises(InputError, match="no such object store"):
         ObjectStore("nonsense://x")
@@ -175,6 +187,32 @@ def test_publishing_never_waits_and_skips_overtaken_versions(tmp_path: Path, mon
         publisher.flush(20)
         assert [(p.version.number, p.version.parent, p.skipped) for p in publisher.history] == [(1, None, 0), (5, 1, 3)]
     assert checksum(follow(store)[1]) == checksum(state)
+
+
+def test_a_pinned_version_is_published_although_newer_ones_overtake_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, states = ObjectStore(tmp_path / "store"), [stepped(weights(0), number) for number in range(6)]
+    put, open_, failures = store.put, threading.Event(), [OSError("away")] * 2
+
+    def slow_put(name: str, data: bytes) -> None:
+        open_.wait(60)
+        if failures:
+            raise failures.pop()
+        put(name, data)
+
+    monkeypatch.setattr(store, "put", slow_put)
+    monkeypatch.setattr("etude.weights.publisher.WAIT_S", 0.01)
+    with Publisher(store) as publisher:
+        for number, state in enumerate(states):
+            publisher.publish_soon(number, state, pinned=number in (0, 2, 3))
+        assert publisher.behind == 5
+        open_.set()
+        publisher.flush(60)
+        assert [each.version.number for each in publisher.history] == [0, 2, 3, 5]
+        assert sum(each.skipped for each in publisher.history) == 2
+    for number in (0, 2, 3, 5):
+        assert checksum(read_version(store, number)[1]) == checksum(states[number])
 
 
 def test_weights_changed_after_publishing_do_not_change_what_is_published(tmp_path: Path) -> None:

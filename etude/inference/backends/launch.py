@@ -147,15 +147,11 @@ PROGRAMS: Mapping[str, ServerProgram] = {
 }
 
 
-def sampler_arguments(
-    settings: "SamplerSettings", number: int, first_gpu: int = 0, *, routing: bool = False
-) -> list[str]:
-    """Return the arguments of sampler process `number`: its server, or the first of its GPUs; whether experts of MoE
-    models are needed, which costs a server time."""
-    needed = ["--routing"] if routing else []
+def sampler_arguments(settings: "SamplerSettings", number: int, first_gpu: int = 0) -> list[str]:
+    """Return the arguments of sampler process `number`: its server, or the first of its GPUs."""
     if settings.urls:
-        return ["--url", settings.urls[number], *needed]
-    return ["--gpu", str(first_gpu + number * settings.tensor_parallel), *needed]
+        return ["--url", settings.urls[number]]
+    return ["--gpu", str(first_gpu + number * settings.tensor_parallel)]
 
 
 class ServerFailed(EtudeError):

@@ -186,8 +186,10 @@ class Relay:
             if self.files.adapters:
                 await self.client.load_adapter(directory, adapter_name(version))
             else:
-                # Nothing is known of the caches that a server has at first.
-                await self.client.load(directory, version, self.on_swap == "recompute" or self.version < 0)
+                # Nothing is known of the caches that a server has at first. Those of a version that it had before may
+                # hold what later weights have added.
+                recompute = self.on_swap == "recompute" or self.version < 0 or version < self.version
+                await self.client.load(directory, version, recompute)
         except EtudeError as error:
             self.fail(f"the server did not take version {version}: {error}")
             self._check_open()

@@ -15,7 +15,8 @@ export function learningSection(rl) {
     appendAll(section, [h("p.notice.warn", `Alarm at step ${integer(alarm.step)}: ${text}.`)]);
   }
   const steps = new Steps(data.columns);
-  const heads = [heldOut(rl.evaluations), steps.known ? rewards(steps) : null].filter(Boolean);
+  const further = Object.entries(rl.benchmarks ?? {}).map(([name, tests]) => heldOut(tests, name));
+  const heads = [heldOut(rl.evaluations), steps.known ? rewards(steps) : null, ...further].filter(Boolean);
   if (!heads.length) return appendAll(section, [h("p.muted", "No step is finished yet.")]);
   appendAll(section, [h("div.grid.two", heads)]);
   if (steps.known) {
@@ -85,7 +86,8 @@ function bestKeys(test) {
   return keys.sort((one, other) => Number(other.slice(5)) - Number(one.slice(5)));
 }
 
-function heldOut(tests) {
+// The curve of the validation set, or of a further set that is scored for information.
+function heldOut(tests, benchmark = null) {
   if (!tests.length) return null;
   const last = tests.at(-1);
   const take = (name) => tests.map((test) => test[name] ?? null);
@@ -104,9 +106,9 @@ function heldOut(tests) {
   const numbers = take("step");
   const samples = Math.round((last.samples ?? 0) / (last.tasks || 1));
   return chart({
-    title: "Validation",
+    title: benchmark === null ? "Validation" : `Benchmark ${benchmark}`,
     caption: `${plural(last.tasks ?? 0, "task")} that were never trained on, ` +
-      `${plural(samples, "session")} each; for choices. ` +
+      `${plural(samples, "session")} each; ${benchmark === null ? "for choices" : "nothing is chosen by it"}. ` +
       "Bands are 95 % intervals over tasks.",
     wide: true, x: stepAxis(numbers), y: WHOLE_SHARE, layers,
     open: toStep(numbers, "evaluation"), openHint: "click for these rollouts",
