@@ -137,7 +137,7 @@ class TokenWatch:
 
 def make_run(directory: Path, name: str, store: str) -> tuple[RunLayout, Transformer]:
     """Return a run whose sampler reads weights from a store ("": a directory in the run), and its model."""
-    sampler = {"device": "cpu", "kv_cache_tokens": 8192, "max_sequences": 8}
+    sampler = {"device": "cpu", "kv_cache_tokens": 8192, "max_sequences": 8, "threads": 1}
     table = {"model": "start", "tasks": "./tasks", "steps": 1, "sampler": sampler, "weights": {"store": store}}
     write_atomically(directory / "run/recipe.toml", tomli_w.dumps({"name": "use", "stages": ["rl"], "rl": table}))
     layout, _ = open_rl_run(directory / "run")
@@ -249,6 +249,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     given = parser.parse_args()
     torch.manual_seed(0)
+    torch.set_num_threads(1)
     rows: dict[tuple[str, str], tuple[list[Arrival], float]] = {}
     loads: list[float] = []
     for model in given.models:
