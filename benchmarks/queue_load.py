@@ -182,9 +182,8 @@ class OtherProcesses:
         """Take steps with the waiting loop of the real trainer; nothing is learned."""
         client = self._client()
         queue, settings = self._queue(client), self._settings()
-        idle = SimpleNamespace(
-            pending=None, publisher=Publisher(ObjectStore(self.layout.store))
-        )  # nothing is published
+        nothing = Publisher(ObjectStore(self.layout.store))  # is published
+        idle = SimpleNamespace(waits=False, publisher=nothing)
         weights = {"correctness": 1.0}
         loop = RlLoop(self.layout, settings, cast(Any, idle), queue, None, 0, reward_weights=lambda step: weights)
         loop.report_status = lambda **facts: None  # reported by a thread of its own, every second
