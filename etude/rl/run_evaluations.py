@@ -259,9 +259,10 @@ class RunEvaluations:
         for name in names:
             if (step, name) in self._started:
                 continue
-            key = f"rl/{self.lineage}/{step}"
-            record_scoring(self.run, name, f"rl step {step}", key)
-            held_out.start(self.queue, step, sorted(self.tasks[name]), samples=self.sets[name].samples)
+            known = held_out.progress(self.queue, step, name)
+            if not known.wanted + known.dropped:  # else an earlier lease has started it
+                record_scoring(self.run, name, f"rl step {step}", f"rl/{self.lineage}/{step}")
+                held_out.start(self.queue, step, sorted(self.tasks[name]), samples=self.sets[name].samples)
             self._started.add((step, name))
         if step and not self.layout.step_file(step).exists():  # the trainer went back to a checkpoint meanwhile
             held_out.discard_later(self.queue, step - 1)

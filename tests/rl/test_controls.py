@@ -131,7 +131,7 @@ def test_imitation_goes_on_with_the_demonstrations_and_evaluates_the_weights_of_
     # The control and RL began with the same weights, and each looked at validation as often.
     starts = [json.loads(each.origin.read_text())["digest"] for each in (whole, layout)]
     assert starts[0] == starts[1]
-    assert stages["evaluation"]["scored"]["validation"] == 2 * 4 + 4
+    assert stages["evaluation"]["scored"]["held-out"] == 2 * 4 + 4
     run, settings = Run.read(layout.run), open_rl_run(layout.run)[1]
     records = run.metrics("rl")
     evaluations = {record["step"]: record for record in records if record.get("evaluation")}
