@@ -4,7 +4,7 @@
     python benchmarks/two_hosts.py --minutes 3 --seed 7
 
 The hosts are network namespaces, wired to a switch. One has the command with its run service, trainer and sampler. The
-other has two workers with their pods; it does not see the run directory, and whoever starts the workers there starts
+other has two workers with their pods; it does not see the run directory, and what starts the workers there starts
 them again when they die. Weights and traces go through an S3 server (moto) at the switch. The model is tiny and random.
 """
 

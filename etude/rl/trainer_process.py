@@ -131,8 +131,8 @@ def take_over(layout: RunLayout, client: RunClient) -> tuple[dict[QueueName, Que
     """Begin a session of the trainer; return the queues, and its number.
 
     An earlier trainer may still run, on a node that the cluster has given up: from now on nothing that it asks of the
-    queues is done, and it writes no checkpoint of a step that will be taken again. The file is on the disk of the
-    checkpoints: the trainer that has written it last has the highest number, in whatever order their requests arrive.
+    queues is done, and it neither writes nor removes checkpoints and facts of steps. The file is on their disk: the
+    trainer that has written it last has the highest number, in whatever order their requests arrive.
     """
     client.connect()
     queues = {name: QueueClient(client, name, found) for name, found in load_queues(layout).items()}
@@ -164,7 +164,7 @@ def resumed_loop(
     evaluations = queues["evaluation"] if evaluation else None
     trainer = learner.trainer
     # Before the queues are rewound: ready groups must not look stale to the orchestrator.
-    remove_later_steps(layout, trainer.step_count)
+    remove_later_steps(layout, session, trainer.step_count)
     queue.rewind(trainer.step_count)
     if evaluations is not None:
         held_out.rewind(evaluations, trainer.step_count)
@@ -479,8 +479,9 @@ def record_step(layout: RunLayout, session: int, step: int, facts: dict[str, Any
     write_atomically(layout.step_file(step), json.dumps(facts), durable=True)
 
 
-def remove_later_steps(layout: RunLayout, step: int) -> None:
+def remove_later_steps(layout: RunLayout, session: int, step: int) -> None:
     """Remove the facts of steps that will be taken again."""
+    check_session(layout, session)
     for path in layout.steps.glob("[0-9]*.json"):
         if int(path.stem) > step:
             path.unlink()
