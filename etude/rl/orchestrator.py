@@ -57,6 +57,7 @@ from etude.weights.owner import claimed
 
 TICK_S = 0.1
 STATUS_S = 1.0
+SERVED_S = 10.0  # after which the queue is told again what the samplers have
 Facts = dict[str, Any]
 
 
@@ -261,6 +262,7 @@ class Orchestrator:
     logged_deaths: int = field(init=False, default=0)
     last_step_line: str = field(init=False, default="")  # of the progress line
     served: tuple[int | None, int | None] = field(init=False, default=(None, None))  # oldest, newest step of samplers
+    served_at: float = field(init=False, default=0.0)
     unplaced: set[str] = field(init=False, default_factory=set)  # services that wait for resources
     evaluating: str = field(init=False, default="")  # which evaluation runs, and how far it is
     judged: object = field(init=False, default=None)  # the evaluations that were judged last
@@ -305,6 +307,8 @@ class Orchestrator:
         self.release_slots()
         self.apply_changes(services, step)
         state, evaluated = self.queue.state(), self.evaluations.state()
+        if self.clock.monotonic() - self.served_at > SERVED_S:
+            self.update_served_step()
         seen = (step, state.changes, evaluated.changes, self.sampler_versions())
         if seen != self.seen:
             if "began" not in self.run.facts("rl") and self.samplers_have(0):
@@ -343,13 +347,17 @@ class Orchestrator:
                 drain_worker(self.queue.client, name)
 
     def update_served_step(self) -> None:
-        """Record in the queue the oldest and the newest policy step whose weights a sampler serves."""
+        """Record in the queue the oldest and the newest policy step whose weights a sampler serves.
+
+        Now and then also if they are the same: the trainer may have gone back, or an earlier request arrived last.
+        """
         versions = self.sampler_versions()
         steps = [self.queue.step_of(version) for version in versions if version is not None]
         oldest = min(steps, default=None) if len(steps) == len(versions) else self.served[0]
-        if oldest is not None and (served := (oldest, max(steps, default=None))) != self.served:
-            self.served = served
-            self.queue.set_served_step(*served)
+        served, now = (oldest, max(steps, default=None)), self.clock.monotonic()
+        if oldest is not None and (served != self.served or now - self.served_at > SERVED_S):
+            self.queue.set_served_step(oldest, served[1])
+            self.served, self.served_at = served, now
 
     def add_siblings(self) -> None:
         """Add siblings that were admitted since the last tick to the tasks, the workers' list and the curriculum."""

@@ -143,6 +143,8 @@ def read_optimizer(checkpoint: Path, optimizer: MasterAdamW, mesh: TrainingMesh 
         reader = HuggingFaceStorageReader(str(directory))
         load(state, storage_reader=reader, process_group=group, no_dist=mesh is None)
     except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
+        if mesh is not None and isinstance(error, RuntimeError):  # of a collective: each rank's own are collected
+            raise EtudeError(f"{directory}: another rank ended while it was read: {_first_problem(error)}") from error
         raise InputError(f"{directory}: not the optimizer of this model: {_first_problem(error)}") from None
     optimizer.load_state_dict(state)
 

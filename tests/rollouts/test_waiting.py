@@ -32,6 +32,7 @@ from etude.rollouts.queue_records import ReadyGroup, Slot
 from etude.rollouts.settings import QueueSettings, evaluation_queue
 from etude.runs.layout import RunLayout
 from etude.runs.run import Run
+from etude.system.clock import Clock
 from etude_nano.source import generate_nano
 
 SETTINGS = QueueSettings(
@@ -239,6 +240,31 @@ def test_the_served_step_is_that_of_the_oldest_sampler(tmp_path: Path) -> None:
         slot = orchestrator.queue.claim("w", 0.0)
         found.append(slot and slot.oldest_step)
     assert found == [0, 1, 2]  # one of the two had not reported at first
+
+
+def test_the_queue_learns_again_what_samplers_have_after_the_trainer_went_back(tmp_path: Path) -> None:
+    class MovedClock(Clock):
+        now = 0.0
+
+        def monotonic(self) -> float:
+            return self.now
+
+    orchestrator = orchestrator_of(tmp_path, max_staleness=0)
+    orchestrator.clock = clock = MovedClock()
+    queue = orchestrator.queue
+    queue.add([("task", 0.0)])
+    for version, step in ((1, 1), (2, 2)):
+        queue.record_version(version, step)
+    orchestrator.statuses.report("sampler-0", version=2)
+    orchestrator.update_served_step()
+    queue.rewind(1)  # to the checkpoint of step 1; step 2 is taken again before the orchestrator looks
+    for version, step in ((3, 1), (4, 2)):
+        queue.record_version(version, step)
+    orchestrator.statuses.report("sampler-0", version=4)
+    clock.now += 11.0
+    orchestrator.update_served_step()
+    assert (slot := queue.claim("w", 0.0)) is not None
+    assert slot.oldest_step == 2
 
 
 def test_no_more_groups_start_than_the_remaining_steps_need(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from etude.rl import loop, trainer_process
 from etude.rollouts.queue import RolloutQueue
 from etude.rollouts.worker import Worker
 from etude.rollouts.worker_client import WorkerClient
-from etude.weights import delta, versions
+from etude.weights import delta, publisher, versions
 from etude.weights.publisher import Publisher
 
 BLOCK = 20  # seeds of one test
@@ -108,10 +108,10 @@ BUGS: dict[str, tuple[Change, ...]] = {
         change(RolloutQueue, "rewind", ("SET step=NULL WHERE step > ?", "SET step=NULL WHERE step > 1000 + ?")),
     ),
     "publisher: weights are not copied before they are written": (
-        change(Publisher, "publish_soon", ('tensor.detach().to("cpu", copy=True)', "tensor.detach()")),
+        change(publisher, "copied", ('tensor.detach().to("cpu", copy=True)', "tensor.detach()")),
     ),
     "publisher: the store's failure is taken for success": (
-        change(Publisher, "_run", ("self._waiting or (number, state), self._skipped", "self._waiting, self._skipped")),
+        change(Publisher, "_run", ("overtaken = bool(self._waiting) and not next_up.pinned", "overtaken = True")),
     ),
     "follower: a delta is applied to whatever is there, unchecked": (
         change(versions, "_chain", ("if have is not None and parent == have[0].number:", "if have is not None:")),

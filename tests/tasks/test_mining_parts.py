@@ -495,6 +495,14 @@ def test_evidence_needs_constant_statuses() -> None:
     assert not found.import_only
 
 
+def test_tests_named_by_the_address_of_an_object_are_no_evidence() -> None:
+    before = run(a="failed", **{"d[<FakeDate object at 0x7f16b4686310>]": "passed"})
+    after = run(a="passed", **{"d[<FakeDate object at 0x7f16b479ead0>]": "passed"})
+    found = compare_runs([before], [after])
+    assert found.fail_to_pass == ("tests/test_a.py::a",)
+    assert found.pass_to_pass == found.flaky == ()
+
+
 def test_tests_that_only_fail_to_import_are_known() -> None:
     broken = {"tests/test_a.py::b": TestOutcome("failed", message="ImportError: cannot import name 'x'")}
     before = [ExecutionResult(broken, "", 1.0)] * 2
