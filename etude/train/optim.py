@@ -171,7 +171,8 @@ class MasterAdamW:
         for module, recent in self.recent_norms.items():
             recent.extend(state.get(f"{module}/norms", torch.empty(0)).tolist())
         for name, master in self.masters.items():
-            own = {key.rsplit("/", 1)[1]: value for key, value in state.items() if key.rsplit("/", 1)[0] == name}
+            found = {key.rsplit("/", 1)[1]: value for key, value in state.items() if key.rsplit("/", 1)[0] == name}
+            own = {key: local_part(value) for key, value in found.items()}
             if not own:
                 raise InputError(f"the optimizer state has no entry for {name}; it belongs to another model")
             with torch.no_grad():

@@ -23,6 +23,9 @@ from run_services import FakeStatuses, threaded_service
 from test_lineage import evaluate, evaluations, publish_start, validation_tasks, version_of
 from test_loop import plain_loop, prepare_run
 
+from etude.cluster.local import LocalCluster
+from etude.cluster.settings import ClusterSettings
+from etude.cluster.supervisor import ServiceSupervisor
 from etude.errors import EtudeError, InputError
 from etude.model import load
 from etude.model.adapters import published_views
@@ -32,6 +35,7 @@ from etude.rl.best_checkpoint import finished_steps
 from etude.rl.loop import finish_publishing, learn
 from etude.rl.orchestrator import Orchestrator, RlTaskSets, named_tasks
 from etude.rl.run_evaluations import RunEvaluations
+from etude.rl.services import add_rl_services
 from etude.rl.settings import open_rl_run
 from etude.rl.trainer_process import checkpoints
 from etude.rollouts.queue import RolloutQueue
@@ -39,7 +43,7 @@ from etude.rollouts.run_queues import open_queues
 from etude.rollouts.settings import EvaluationSettings, load_evaluation, load_queues
 from etude.runs.layout import RunLayout
 from etude.runs.run import Run
-from etude.runs.service_status import read_statuses
+from etude.runs.service_status import StatusReader, read_statuses
 from etude.weights.object_store import ObjectStore
 from etude.weights.versions import read_version, version_numbers, write_version
 from etude_nano.source import generate_nano
@@ -354,6 +358,23 @@ def test_test_sets_are_refused_as_benchmarks_and_keys_without_rl_too(tmp_path: P
         path.write_text(f'name = "x"\nstages = ["evaluation"]\n[evaluation]\nmodel = "m"\n{sets}\n{table}\n')
         with pytest.raises(InputError, match=f"evaluation.{key} would not be used: it needs the stage"):
             load_recipe(path)
+
+
+def test_samplers_of_evaluations_are_services_like_the_others(tmp_path: Path) -> None:
+    """They may run anywhere, with resources of their own; on one machine their GPUs come after those of training."""
+    table = {"sampler": {"count": 2, "device": "cuda"}}
+    options = {"device": "cuda", "sampler": {"count": 3, "device": "cuda"}}
+    layout = prepare_run(make_recipe(tmp_path, tasks=4, evaluation=table, **options), tmp_path / "run")
+    supervisor = ServiceSupervisor(LocalCluster(), layout.logs, StatusReader(layout))
+    settings = open_rl_run(layout.run)[1]
+    add_rl_services(supervisor, layout, settings, ClusterSettings(), "http://x", load_evaluation(layout))
+    specs = {name: each.spec for name, each in supervisor.services.items() if "sampler" in name}
+    assert list(specs) == [f"sampler-{n}" for n in range(3)] + [f"evaluation-sampler-{n}" for n in range(2)]
+    assert {(spec.module, spec.where, spec.resources.gpus) for spec in specs.values()} == {
+        ("etude.inference.sampler_process", "anywhere", 1)
+    }
+    known = ("--service", "http://x", "--name", "evaluation-sampler-1")
+    assert specs["evaluation-sampler-1"].arguments == (*known, "--gpu", "5", "--evaluation")
 
 
 @pytest.mark.slow

@@ -21,11 +21,14 @@ def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
         with attach_loggers(run, ["tensorboard"]):
             for step in range(1, 4):
                 run.log("pretrain", step, loss=5.0 - step, note="words are left out", evaluation=True)
+            run.log("rl", 2, solved=0.5, evaluation=True)
+            run.log("rl", 2, solved=0.25, evaluation=True, benchmark="more")
         run.log("pretrain", 4, loss=0.0)  # after the end: only in metrics.jsonl
     found = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert found.Tags()["scalars"] == ["pretrain/loss"]
+    assert sorted(found.Tags()["scalars"]) == ["pretrain/loss", "rl/more/solved", "rl/solved"]
+    assert [event.value for event in found.Scalars("rl/more/solved")] == [0.25]
     assert [(event.step, event.value) for event in found.Scalars("pretrain/loss")] == [(1, 4.0), (2, 3.0), (3, 2.0)]
-    assert len(Run.read(tmp_path).metrics()) == 4
+    assert len(Run.read(tmp_path).metrics()) == 6
 
 
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed here")

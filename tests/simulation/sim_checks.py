@@ -3,6 +3,7 @@
 At all times:  a sampler's weights of a version are bit for bit those published as that version, whole
                a version stands for one set of weights
                no token is trained on more than max_staleness updates from the weights that sampled it
+               no more than in_flight rollouts run, for all that the queue knows
                a service that died runs again, that of a dead node elsewhere (`sim_faults.Chaos.watch`)
 At the end:    the run has taken its steps
                nothing is trained twice, and the queue says of every group which update has trained it
@@ -96,6 +97,9 @@ class History:
         expect(version in self.published, f"{sampler} has version {version}, which was not published")
         expected = weights_of(self.published[version], self.plan.steps)
         expect(same_weights(weights, expected), f"{sampler}: its weights are not those of version {version}")
+
+    def check_in_flight(self, count: int) -> None:
+        expect(count <= self.plan.in_flight, f"{count} rollouts are in flight, limit {self.plan.in_flight}")
 
     def staleness(self, name: str, trace: Trace, updates: tuple[int, ...]) -> str:
         """No token is trained on more than max_staleness updates from the weights that sampled it: return which is."""

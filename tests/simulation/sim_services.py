@@ -336,6 +336,10 @@ def serve(run: SimulatedRun, process: SimProcess) -> None:
             loop = asyncio.get_running_loop()
             assert isinstance(loop, SimLoop)
             Server(run.network, process, service.application(run_token(layout)), loop)
-            await service.keep_house()
+            keeping = asyncio.create_task(service.keep_house())
+            while not keeping.done():
+                await asyncio.sleep(1.0)
+                run.history.check_in_flight(queues["training"].in_flight())
+            keeping.result()
 
         run_async(clock, main())

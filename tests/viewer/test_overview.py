@@ -10,7 +10,7 @@ import pytest
 
 from etude.runs.layout import RunLayout
 from etude.viewer.api import RunApi
-from etude.viewer.chart_data import training_curve
+from etude.viewer.chart_data import benchmarks, evaluations, training_curve
 from etude.viewer.overview import ActivityClock, curve_change, read_model, stage_results, stage_times
 from etude.viewer.stage_outcome import stage_outcome
 
@@ -154,3 +154,13 @@ def test_stages_of_a_malformed_recipe_are_still_shown() -> None:
     data = stage_results(stages, {"rl": 3, "base": []}, [], [])
     assert [each["did"] for each in data] == ["", "1\u202f000 train (and 320 demonstrations)", "", ""]
     assert json.dumps(data)
+
+
+def test_benchmarks_during_rl_have_curves_of_their_own() -> None:
+    lines = [{"stage": "rl", "step": step, "evaluation": True, "solved": step / 10} for step in (0, 2)]
+    lines += [{**lines[1], "benchmark": name, "solved": 0.9} for name in ("more", "large")]
+    assert [(each["step"], each["solved"]) for each in evaluations(lines)] == [(0, 0.0), (2, 0.2)]
+    assert {name: [each["solved"] for each in found] for name, found in benchmarks(lines).items()} == {
+        "large": [0.9],
+        "more": [0.9],
+    }
