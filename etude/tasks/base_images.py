@@ -117,7 +117,7 @@ async def python_image(fleet: Fleet, packages: tuple[str, ...] = PACKAGES) -> Im
     """
     host, version = await fleet.resolve("host"), fleet.system.python
     found = _with_dependencies(packages)
-    name = f"python-{version}-{digest('python image 4', host.id, *found)[:16]}"
+    name = f"python-{version}-{digest('python image 5', host.id, *found)[:16]}"
     if (known := await fleet.known_image(name)) is not None:
         return known
 
@@ -183,3 +183,6 @@ def _copy(distribution: metadata.Distribution, packages: Path) -> None:
             target = packages / source.relative_to(top)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, target)
+            if source.name == "RECORD":  # has digests of scripts that name the environment they are installed in
+                lines = source.read_text(encoding="utf-8").splitlines(keepends=True)
+                target.write_text("".join(line for line in lines if not line.startswith("../")), encoding="utf-8")

@@ -105,6 +105,7 @@ def rollout_batch(case: Case) -> RolloutBatch:
         token_advantages=torch.randn(shape, generator=generator),
         sampler_logprobs=-torch.rand(shape, generator=generator),
         sampler_versions=torch.zeros(shape, dtype=torch.int32),
+        temperatures=0.5 + torch.rand(shape, generator=generator),
         routing=routing,
     )
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import socket
+import sys
 import threading
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
@@ -17,6 +18,7 @@ from etude.errors import InputError
 from etude.pods import Fleet, open_fleet
 from etude.pods.pod import Egress, Pod, PodFileError, PodGone, Unsupported
 from etude.pods.workspace import FileChange, FileState, apply_to_pod
+from etude.tasks import base_images
 from etude.tasks.base_images import HostSettings, mapped_image, short_image_name
 from etude.tasks.environment import (
     EnvironmentCheckpoint,
@@ -557,3 +559,15 @@ def test_an_environment_is_restored_from_its_checkpoint(tmp_path: Path) -> None:
                     pass
 
     asyncio.run(go())
+
+
+def test_the_python_image_does_not_depend_on_where_its_packages_are_installed(tmp_path: Path) -> None:
+    (pygments,) = base_images._with_dependencies(("pygments",)).values()
+    base_images._write_build_context(tmp_path, [pygments], "3.11")
+    copied = tmp_path / "python/lib/python3.11/site-packages"
+    for file in (each for each in copied.rglob("*") if each.is_file()):
+        assert os.fsencode(sys.prefix) not in file.read_bytes(), file
+        if file.name == "RECORD":
+            recorded = file.read_text().splitlines()
+            assert recorded
+            assert not [line for line in recorded if line.startswith("../")], "digests of scripts with a prefix"
