@@ -7,7 +7,7 @@ import os
 import time
 from contextlib import closing
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tomli_w
 import typer
@@ -16,6 +16,11 @@ from rich.table import Table
 
 from etude.errors import EtudeError, InputError
 from etude.system.terminal import Console, say
+
+if TYPE_CHECKING:
+    from etude.rl.settings import RlSettings
+    from etude.runs.client import RunClient
+    from etude.runs.layout import RunLayout
 
 RunDirectory = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.", show_default=False)]
 Changes = Annotated[
@@ -61,7 +66,7 @@ def change(run: RunDirectory, changes: Changes = None, as_json: AsJson = False) 
         say("the run is not active: the changes take effect when it is resumed")
 
 
-def write_changes(layout: Any, changes: list[str], kind: Any) -> tuple[Any, Any]:
+def write_changes(layout: RunLayout, changes: list[str], kind: type[RlSettings]) -> tuple[RlSettings, RlSettings]:
     """Write changes to the run's `live.toml`; return the settings before and after. InputError if they are invalid."""
     from etude.config import merged, override_values
     from etude.files import take_lock, write_atomically
@@ -81,7 +86,7 @@ def write_changes(layout: Any, changes: list[str], kind: Any) -> tuple[Any, Any]
     return before, after
 
 
-def cluster_workers(layout: Any) -> int:
+def cluster_workers(layout: RunLayout) -> int:
     """Return the workers on each node that the recipe's table of the cluster asks for; 0 if it does not."""
     from etude.config import read_toml
 
@@ -147,7 +152,7 @@ def drain(run: RunDirectory, workers: Workers = None) -> None:
             say(f"{name}: replaced" if after else f"{name}: ended, and not started again")
 
 
-def wait_for_replacement(client: Any, name: str, before: dict[str, Any]) -> bool:
+def wait_for_replacement(client: RunClient, name: str, before: dict[str, Any]) -> bool:
     """Wait until another process has taken the place of a worker; False if it is not started again."""
     from etude.rollouts.worker_client import drain_worker
     from etude.runs.client import RunServiceUnavailable
