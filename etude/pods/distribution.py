@@ -100,13 +100,17 @@ class Distribution:
             found[image.id].append(where)
             images[image.id] = image.named(name)
 
-        async def ask(client: HostClient) -> None:
+        async def ask(client: HostClient) -> Image | None:
             try:
-                add(await client.image(name), client.url)
+                return await client.image(name)
             except InputError:
-                return  # it has none of this name
+                return None  # it has none of this name
 
-        results = await asyncio.gather(*map(ask, list(self.clients.values())), return_exceptions=True)
+        clients = list(self.clients.values())
+        results = await asyncio.gather(*map(ask, clients), return_exceptions=True)
+        for client, result in zip(clients, results, strict=True):
+            if isinstance(result, Image):
+                add(result, client.url)
         try:
             local = await asyncio.to_thread(self.here.store.image, name)
             layers = [await asyncio.to_thread(self.here.store.portable, layer) for layer in local.layers]
