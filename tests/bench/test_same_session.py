@@ -80,6 +80,7 @@ async def evaluate(tasks: list[Path], pods: Path) -> list[Trace]:
         return [(await run_rollout(fleet, read_task(task), binding, options)).trace for task in tasks]
 
 
+@pytest.mark.slow
 def test_the_same_tasks_give_the_same_tokens_everywhere(
     workspace: AgentWorkspace, tasks: list[Path], pods: Path, tmp_path: Path
 ) -> None:
