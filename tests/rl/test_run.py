@@ -27,6 +27,7 @@ from etude.files import content_digest
 from etude.harness.trace_store import load_trace
 from etude.model import load
 from etude.rollouts.live_settings import recorded_changes
+from etude.rollouts.settings import EvaluationSettings, load_evaluation
 from etude.runs.address import read_address
 from etude.runs.layout import RunLayout
 from etude.runs.run import Parent, Run
@@ -90,6 +91,12 @@ def services_of(layout: RunLayout) -> list[str]:
     return found
 
 
+def evaluation_of(layout: RunLayout) -> EvaluationSettings:
+    found = load_evaluation(layout)
+    assert found is not None
+    return found
+
+
 def check_finished(layout: RunLayout, facts: dict[str, Any], steps: int, groups: int) -> None:
     """Check what must hold for every finished run."""
     assert facts["steps"] == steps
@@ -103,14 +110,15 @@ def check_finished(layout: RunLayout, facts: dict[str, Any], steps: int, groups:
     evaluations = list(validations(records))
     assert [record["step"] for record in evaluations] == [0, steps]
     further = [record["step"] for record in records if record.get("benchmark") == "more"]
-    assert sorted(further) == sorted({*range(0, steps + 1, 2), steps})
+    benchmarks = [each.name for each in evaluation_of(layout).benchmarks]
+    assert sorted(further) == (sorted({*range(0, steps + 1, 2), steps}) if "more" in benchmarks else [])
     assert (evaluations[-1]["versions/oldest"], evaluations[-1]["versions/newest"]) == (steps, steps)
     for record in evaluations:
         assert record["tasks"] + record["infrastructure/given_up"] == 2
     with sqlite3.connect(layout.evaluations) as db:
         scored = {task.split("/")[1] for (task,) in db.execute("SELECT task FROM groups WHERE dropped IS NULL")}
-    assert scored == {"held-out", "more"}, "RL has looked at a test set"
-    assert count_scorings(layout).keys() == {"held-out", "more"}
+    assert scored == {"held-out", *benchmarks}, "RL has looked at a test set"
+    assert count_scorings(layout).keys() == {"held-out", *benchmarks}
     load(run.path / "checkpoints" / f"rl-{steps}")
     with sqlite3.connect(layout.slots) as db:
         traces = db.execute(
@@ -318,4 +326,5 @@ def test_settings_and_workers_change_during_a_run(tmp_path: Path) -> None:
     # the median: a step may have tokens over caches of older weights
     assert not found or sorted(found)[len(found) // 2] < 1e-4, "every rollout is trained at its temperature"
     informative = sorted(step for step, counted in trained_prompts(layout).values() if counted)
-    assert informative == sorted([*range(1, informative[-1] + 1)] * 2)
+    # A step may reach its limit of groups: after a while all rollouts end alike.
+    assert all(informative.count(step) <= 2 for step in informative), informative
