@@ -25,7 +25,7 @@ def held_bytes(tensors: Iterable[Tensor]) -> int:
 class AllocationPeak(TorchDispatchMode):
     """A context manager whose `bytes` are the most that the storages of all tensors had at once, since the last `mark`.
 
-    It looks after every operation of torch at the storages that exist, whoever refers to them; tensors must have been
+    It looks after every operation of torch at the storages that exist, whatever refers to them; tensors must have been
     made inside. torch's profiler cannot say it: it does not see what gloo's threads free.
     """
 
