@@ -194,8 +194,8 @@ class RunService:
 
     def share(self) -> int:
         """Return how many of the rollouts in flight one worker may run."""
-        workers = self.board.statuses.get(ORCHESTRATOR, {}).get("workers") or self.workers or self.workers_by_hand()
-        return -(-self.apply_changes() // int(workers))
+        started = self.board.statuses.get(ORCHESTRATOR, {}).get("workers", self.workers)  # by the run
+        return -(-self.apply_changes() // int(started or self.workers_by_hand()))
 
     def workers_by_hand(self) -> int:
         """Return how many workers have reported lately, at least 1: a run may start none itself."""

@@ -113,6 +113,9 @@ def test_the_queue_and_the_shares_of_workers_follow_the_number_in_flight(layout:
         assert service.share() == 2, "rounded up: the queue keeps the total"
         layout.live.unlink()
         assert service.share() == 4
+        service.workers = 2  # by the recipe
+        service.board.report("orchestrator", {"workers": 0}, 0.0)
+        assert service.share() == 8, "a run that was changed to start none leaves them to workers started by hand"
 
 
 def test_a_worker_samples_new_rollouts_as_changed_but_not_those_of_evaluations(layout: RunLayout) -> None:
